@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,40 +29,58 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # which tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TOOLS = Path(__file__).parent.parent / "tools"
-MAIN_JOB = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT / "tools"
+MAIN_JOB = ROOT / "configs" / "llava_pp4.yaml"
 
-
-# Work for pytest-xdist: files that share the demo's run are one piece of it; the longest pieces
-# begin first, else the last of them would work alone for minutes.
+# Files that share the demo's run.
 DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
-LONGEST = (
-    *(
-        "demo",
-        "tests/checkpoint/test_resume.py",
-        "tests/test_launch.py",
-        "tests/runtime/test_supervise.py",
-    ),
-    *(
-        "tests/api/test_api.py",
-        "tests/test_parity.py",
-        "tests/runtime/test_gpus.py",
-        "tests/cli/test_doctor.py",
-    ),
-    *(
-        "tests/checkpoint/test_resume_pairs.py",
-        "tests/training/test_loop.py",
-        "tests/model/test_probe.py",
-    ),
-    *("tests/test_mixes.py", "tests/engine/test_engine.py", "tests/test_trainable_anywhere.py"),
-    *("tests/exporting/test_hf.py", "tests/test_connectors.py"),
-)
+# Seconds of each piece when it last ran with --record-seconds: {"daily": {piece: seconds},
+# "nightly": ...}.
+SECONDS = ROOT / "tests" / "seconds.json"
+SHORT = 5  # seconds; pieces below are not recorded
+# .ci/run runs one part of the nightly tests: as many parts as keep each below 35 minutes of 2
+# cores.
+NIGHTLY_PARTS = 5
 
 
 def piece_of(nodeid: str) -> str:
-    """What runs in one process, whose fixtures it shares."""
+    """Return the file that stands for all tests that run in one process, whose fixtures they
+    share.
+    """
     file = nodeid.partition("::")[0]
-    return "demo" if file in DEMO else file
+    if file in DEMO:
+        return DEMO[0]
+    return file
+
+
+def tier_of(config: pytest.Config) -> str:
+    """Return the part of SECONDS that concerns this session."""
+    if config.option.markexpr == "nightly":
+        return "nightly"
+    return "daily"
+
+
+class SecondsRecorder:
+    """A plugin that writes SECONDS at the end of a session."""
+
+    def __init__(self) -> None:
+        self.taken: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.taken[piece_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Renew the pieces that ran; keep the others, unless their file is gone."""
+        record = json.loads(SECONDS.read_text())
+        tier = tier_of(session.config)
+        seconds = record[tier] | {piece: round(took) for piece, took in self.taken.items()}
+        record[tier] = {
+            piece: took
+            for piece, took in seconds.items()
+            if took >= SHORT and (ROOT / piece).exists()
+        }
+        SECONDS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,9 +99,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.nightly_turn is not None:
+        part = config.option.nightly_turn % NIGHTLY_PARTS
+        items[:] = [
+            item for item in items if zlib.crc32(item.nodeid.encode()) % NIGHTLY_PARTS == part
+        ]
+
     if hasattr(config, "workerinput"):  # one of several processes
-        order = {piece: i for i, piece in enumerate(LONGEST)}
-        items.sort(key=lambda item: order.get(piece_of(item.nodeid), len(order)))
+        # The longest pieces begin first, else the last of them would work alone for minutes.
+        seconds = json.loads(SECONDS.read_text())[tier_of(config)]
+        items.sort(key=lambda item: seconds.get(piece_of(item.nodeid), 0), reverse=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,11 +117,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the ranks of tests on GPUs, on fake ones where there are too few",
     )
+    parser.addoption(
+        "--nightly-turn",
+        type=int,
+        help=f"with -m nightly: only part (this modulo {NIGHTLY_PARTS}) of it",
+    )
+    parser.addoption(
+        "--record-seconds",
+        action="store_true",
+        help="write how long each file took: tests/seconds.json",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.on_gpus:
         os.environ["MMTRAIN_TEST_RANKS"] = "cuda"
+    if config.option.record_seconds and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondsRecorder())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -208,10 +247,33 @@ def parts(tmp_path_factory) -> Path:
 
 
 class DemoRun(NamedTuple):
-    """The main job, run once a session: a minute or two."""
+    """The main job, run by the command line."""
 
     folder: Path
     ran: subprocess.CompletedProcess
+
+
+# The main job in half a minute: it learns as much in fewer and smaller steps at twice the rate.
+SHORT = ("parallel.pipeline=2", "train.packs_per_step=4", "train.max_steps=48", "optimizer.lr=1e-3")
+SHORT += ("eval.every_steps=48", "eval.max_samples=140", "eval.show_answers=2")
+
+
+def run_demo(folder: Path, cache: Path, *settings: str) -> DemoRun:
+    """Run configs/llava_pp4.yaml, as the README starts it, with these settings."""
+    command = [
+        sys.executable,
+        "-m",
+        "mmtrain.launch",
+        str(MAIN_JOB),
+        f"run.dir={folder}",
+        *settings,
+    ]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment.pop("OMP_NUM_THREADS", None)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1100
+    )
+    return DemoRun(folder / "llava_pp4", ran)
 
 
 @pytest.fixture(scope="session")
@@ -222,12 +284,5 @@ def demo_cache(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_run(demo_cache, tmp_path_factory) -> DemoRun:
-    """configs/llava_pp4.yaml, as the README starts it; its folder is to be read."""
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "mmtrain.launch", str(MAIN_JOB), f"run.dir={folder}"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(demo_cache)}
-    environment.pop("OMP_NUM_THREADS", None)
-    ran = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1100
-    )
-    return DemoRun(folder / "llava_pp4", ran)
+    """The short main job, run once a session; its folder is to be read."""
+    return run_demo(tmp_path_factory.mktemp("demo"), demo_cache, *SHORT)

@@ -64,7 +64,9 @@ class Run:
         return find(path)
 
 
-def _be_rank(config: RunConfig, plan: Plan, start: ResumePoint | None) -> str | None:
+def _be_rank(
+    config: RunConfig, plan: Plan, start: ResumePoint | None, trace_steps: int
+) -> str | None:
     rank, folder = int(os.environ["RANK"]), run_folder(config)
     with (folder / f"console-{rank}.txt").open("w") as console:
         me = Rank(
@@ -77,7 +79,7 @@ def _be_rank(config: RunConfig, plan: Plan, start: ResumePoint | None) -> str | 
             RankProgress(),
             StopRequest(),
         )
-        return main(config, plan, me, start if rank == 0 else None)
+        return main(config, plan, me, start if rank == 0 else None, trace_steps)
 
 
 def _prefetching(plan: Plan, prefetched: int) -> Plan:
@@ -93,9 +95,10 @@ def train(
     resume: str | Path = AUTO,
     allow: Sequence[str] = (),
     prefetch: Literal["auto"] | int = "auto",
+    trace: int = 0,
 ) -> Run:
-    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW`
-    would.
+    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW
+    --trace TRACE` would.
 
     Each step begins with `prefetch` micro-batches encoded.
     """
@@ -107,7 +110,7 @@ def train(
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
     stopped = run_ranks(
-        world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0
+        world, _be_rank, config, plan, start, trace, timeout=200, daemons=config.data.workers == 0
     )
     assert stopped == [None] * world
     folder = run_folder(config)

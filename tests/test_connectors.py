@@ -18,6 +18,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from scenes import IMAGE_TOKEN, Case, Document, execute, make_config, make_document, merged, perturb
+from tiers import nightly
 from timm_folder import save_timm_folder
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -448,8 +449,8 @@ def pairs(run: Run) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
 
 @functools.cache
 def covering() -> tuple[Run, ...]:
-    """Runs that have every two choices which any run has; among those at two ranks is one of each
-    stock class.
+    """Runs that have every two choices which any run has; the first are one of each stock class, at
+    two ranks.
     """
     runs, draw = all_runs(), random.Random(0)
     wanted = set().union(*map(pairs, runs))
@@ -536,12 +537,12 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=() if each == (2, 1) else pytest.mark.nightly) for each in LAYOUTS],
+    ("layout", "count"),
+    [((2, 1), len(STOCK)), *(nightly(each, None) for each in LAYOUTS)],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_stock_class(parts, tmp_path, layout):
-    runs = [run for run in covering() if run.layout == layout]
+def test_loss_and_gradients_are_those_of_the_stock_class(parts, tmp_path, layout, count):
+    runs = [run for run in covering()[:count] if run.layout == layout]
     cases = [case(parts, tmp_path / str(number), run) for number, run in enumerate(runs)]
     # A few at a time: a process keeps the process groups of every case that it has run, and their
     # threads.

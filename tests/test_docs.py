@@ -146,6 +146,7 @@ def build_site() -> None:
     assert built.returncode == 0, built.stdout + built.stderr
 
 
+@pytest.mark.nightly
 def test_the_site_builds_strictly_with_its_generated_pages():
     pytest.importorskip("zensical")
     build_site()

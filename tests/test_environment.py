@@ -52,6 +52,7 @@ def full_pipe() -> tuple[int, int]:
     return reader, writer
 
 
+@pytest.mark.nightly
 def test_a_run_ends_well_where_all_is_odd_and_nobody_reads_its_console(tiny, tmp_path):
     """A long TMPDIR, few files until more are asked for, locale C, no HOME, stdin closed, files for
     their owner.
@@ -92,6 +93,7 @@ def refused(tiny: Path, folder: Path, *before: str) -> str:
     return ran.stderr
 
 
+@pytest.mark.nightly
 def test_too_few_open_files_are_refused(tiny, tmp_path):
     said = refused(tiny, tmp_path, "sh", "-c", 'ulimit -n 40; exec "$@"', "sh")
     assert said.startswith("error: ") and said.endswith("Too many open files\n")

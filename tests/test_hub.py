@@ -42,6 +42,7 @@ def mmtrain(
     )
 
 
+@pytest.mark.nightly
 def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_what_runs(
     hub, checkpoint, tmp_path
 ):

@@ -3,6 +3,7 @@ torch.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -118,6 +119,7 @@ def own_module(imported: str) -> str | None:
     return None
 
 
+@functools.cache
 def imported_modules(name: str) -> set[str]:
     return {own_module(full) for full in imports(parse(name))} - {None, name}
 

@@ -13,18 +13,21 @@ from pathlib import Path
 
 import pytest
 from processes import Command, last_given, listeners, ranks_of, running, steps_of, wait_for
-from ranks import free_port
+from ranks import free_port, run_ranks
+from tiers import nightly
 from torch.distributed import DistNetworkError
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
 from mmtrain.launching import data, training
+from mmtrain.plan.planner import make_plan
 from mmtrain.runtime import rendezvous
 from mmtrain.runtime.gpus import Gpu
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LAUNCH = ("-m", "mmtrain.launch")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 ENDLESS = ("train.max_steps=100000", "parallel.pipeline=2", "parallel.threads_per_rank=1")
 
 
@@ -36,6 +39,18 @@ def launch(*arguments: str | Path) -> int:
         return launch_command([str(argument) for argument in arguments])
     except SystemExit as ended:  # argparse's
         return ended.code
+
+
+def under_torchrun(patch: pytest.MonkeyPatch, rank: int, **more: str) -> None:
+    """Make this process one of two ranks that torchrun has started."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for name, value in {**environment, "MASTER_PORT": "1", **more}.items():
+        patch.setenv(name, value)
 
 
 def test_many_shards_are_not_indexed_while_other_processes_wait(
@@ -110,15 +125,16 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
     )
 
 
-def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("configs", [CONFIGS[::6], nightly(CONFIGS)], ids=len)
+def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path, configs):
     code = (
         "import sys; from mmtrain.launch import main;"
         "codes = [main([path, '--plan', sys.argv[1]]) for path in sys.argv[2:]];"
         "print(codes, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, CONFIGS)]
+    command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, configs)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert ran.stdout.splitlines()[-1] == f"{[0] * len(CONFIGS)} []", ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"{[0] * len(configs)} []", ran.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,10 +177,15 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
     assert said[2] == str(folder / "log.txt")
 
 
-def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
+def test_a_running_run_keeps_its_folder_and_ctrl_c_ends_all_within_10_seconds(
+    tiny, tmp_path, capsys
+):
     arguments, folder = started(tiny, tmp_path)
     with running([*arguments, "checkpoint.every_steps=2"], tmp_path) as command:
         wait_until_it_trains(command, folder)
+        assert launch(*arguments[2:], "run.overwrite=true") == 2
+        assert "in use by a run that is still going" in capsys.readouterr().err
+        assert steps_of(folder) >= 2, "the running one keeps its files"
         wait_for(lambda: "saved " in command.stdout, 60, "a checkpoint")
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to every process
         assert command.seconds_until_gone(timeout=20) < 10
@@ -177,51 +198,45 @@ def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
     assert said and (folder / f"checkpoints/step-{int(said[1]):08d}").is_dir(), command.stderr
 
 
-def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orphan(tiny, tmp_path):
+@pytest.mark.nightly
+def test_kill_9_of_a_launcher_leaves_no_orphan(tiny, tmp_path):
     arguments, folder = started(tiny, tmp_path)
     with running(arguments, tmp_path) as command:
         wait_until_it_trains(command, folder)
-        second = subprocess.run(
-            [sys.executable, *map(str, arguments), "run.overwrite=true"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert second.returncode == 2 and "in use by a run that is still going" in second.stderr
-        assert steps_of(folder) >= 2, "the running one keeps its files"
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait()
         assert command.seconds_until_gone(timeout=20) < 10
 
 
-def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
+@pytest.mark.parametrize("ranks", [1, nightly(2)])
+def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path, ranks):
     overrides = (
         f"run.dir={tmp_path}",
         "parallel.pipeline=1",
-        "parallel.data=2",
+        f"parallel.data={ranks}",
         "train.max_steps=2",
     )
-    arguments = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        *LAUNCH,
-        tiny / "config.yaml",
-        *overrides,
-    )
+    arguments = (*TORCHRUN, str(ranks), *LAUNCH, tiny / "config.yaml", *overrides)
     with running(arguments, tmp_path) as command:
         assert command.wait() == 0, command.stderr
     folder = tmp_path / "tiny"
     assert steps_of(folder) == 2
     assert (folder / "audit.json").exists() and (folder / "config.yaml").exists()
-    assert len(set(ranks_of(folder).values())) == 2
+    assert len(set(ranks_of(folder).values())) == ranks
 
 
-def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+def test_a_wrong_number_of_ranks_from_torchrun_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    under_torchrun(monkeypatch, 0)
+    assert launch(tiny / "config.yaml", f"run.dir={tmp_path}") == 2
+    refused = capsys.readouterr().err
+    assert "torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4" in refused
+    assert not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.nightly
+def test_torchruns_ranks_refuse_their_wrong_number_once(tiny, tmp_path):
     with running(
-        (*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path
+        (*TORCHRUN, "2", *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path
     ) as command:
         assert command.wait() != 0
     assert (
@@ -233,6 +248,7 @@ def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.mark.nightly
 def test_two_nodes_share_a_run(tiny, tmp_path):
     common = [
         *LAUNCH,
@@ -258,54 +274,64 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
     assert "loss" in node_0.stdout and "loss" not in node_1.stdout
 
 
+DIFFERENT = (
+    "optimizer.lr=0.{0}",
+    "data.caption_prompt=https://me:secret{0}@host/{0}",
+    "parallel.pipeline=2",
+)
+
+
+def assert_tells_what_differs(error: str) -> None:
+    assert error.startswith("rank 1 planned a different run than rank 0: ")
+    said = " ".join(error.split())
+    assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
+    assert 'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said, (
+        said
+    )
+
+
+def disagree(file: Path) -> str:
+    """Return the error of a rank that has another configuration than the other one."""
+    rank = int(os.environ["RANK"])
+    config = load_config(file, [setting.format(rank) for setting in DIFFERENT])
+    with pytest.raises(UserError) as refused:
+        rendezvous.agree(training.agreement(config, make_plan(config), trace_steps=0), rank, 60)
+    return str(refused.value)
+
+
+def test_ranks_with_different_configs_learn_what_differs(tiny):
+    for error in run_ranks(2, disagree, tiny / "config.yaml"):
+        assert_tells_what_differs(error)
+
+
+@pytest.mark.nightly
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
-    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
-    started_elsewhere = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
-    for name, value in started_elsewhere.items():
-        monkeypatch.setenv(name, value)
+    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"]
+    port = str(free_port())
     with contextlib.ExitStack() as stack:
         ranks = []
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("LOCAL_RANK", rank)
-            different = [
-                f"optimizer.lr=0.{rank}",
-                f"data.caption_prompt=https://me:secret{rank}@host/{rank}",
-            ]
+        for rank in (0, 1):
+            under_torchrun(monkeypatch, rank, LOCAL_RANK=str(rank), MASTER_PORT=port)
+            different = [setting.format(rank) for setting in DIFFERENT]
             ranks.append(stack.enter_context(running([*common, *different], tmp_path)))
         for rank in ranks:
             assert rank.wait() == 2, rank.stderr
-            assert rank.stderr.startswith("error: rank 1 planned a different run than rank 0: ")
-            said = " ".join(rank.stderr.split())
-            assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
-            assert (
-                'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said
-            ), said
+            assert rank.stderr.startswith("error: ")
+            assert_tells_what_differs(rank.stderr.removeprefix("error: "))
 
 
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6))  # no run here may get so far as to use it
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize("by_torchrun", [False, True])
 @pytest.mark.parametrize("setting", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
 def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
-    tiny, tmp_path, monkeypatch, capsys, setting, under_torchrun
+    tiny, tmp_path, monkeypatch, capsys, setting, by_torchrun
 ):
     monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, GPU))
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    for name, value in (environment | {setting: "1"} if under_torchrun else {setting: "1"}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(setting, "1")
+    if by_torchrun:
+        under_torchrun(monkeypatch, 0, LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="none")
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
     assert launch_command(command) == 2
     assert re.match(
@@ -321,17 +347,7 @@ def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(
         raise UserError(f"made {config.run.name}")
 
     monkeypatch.setattr(data, "make_demo_data", make)
-    environment = {
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    for name, value in (
-        environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
-    ).items():
-        monkeypatch.setenv(name, value)
+    under_torchrun(monkeypatch, 1, LOCAL_WORLD_SIZE="1", TORCHELASTIC_RUN_ID="none")
     layout = [
         "parallel.pipeline=1",
         "parallel.data=2",
@@ -357,15 +373,7 @@ def test_a_rank_of_torchrun_that_finds_no_other_ends_with_a_message(
 
     monkeypatch.setattr(rendezvous, "agree", agree)
     monkeypatch.setattr(training, "set_rank_environment", lambda *_, **__: None)
-    environment = {
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(name, value)
+    under_torchrun(monkeypatch, 1, LOCAL_WORLD_SIZE="1")
     assert (
         launch_command([str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"])
         == 1

@@ -7,6 +7,7 @@ import tarfile
 
 import pytest
 from rank_runs import train
+from tiers import nightly
 
 from mmtrain.data.shards.indexing import ensure_indexes
 
@@ -31,28 +32,35 @@ def epochs(run):
     return [line for line in read(run / "metrics.jsonl") if line["kind"] == "epoch"]
 
 
-@pytest.fixture(scope="module")
-def ledgers(tiny, tmp_path_factory):
+EPOCHS = 2
+# pipeline, replicas, data workers
+LAYOUTS = ((1, 1, 0), (4, 1, 1), (1, 2, 3), (1, 4, 1))
+
+
+@pytest.fixture(scope="module", params=[LAYOUTS[::2], nightly(LAYOUTS)], ids=len)
+def ledgers(request, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ledgers")
     runs = {}
-    for pipeline, data, workers in ((1, 1, 0), (4, 1, 1), (1, 2, 3), (1, 4, 1)):
+    for pipeline, data, workers in request.param:
         name = f"pp{pipeline}dp{data}w{workers}"
         layout = (
             f"parallel.pipeline={pipeline}",
             f"parallel.data={data}",
             f"data.workers={workers}",
         )
-        runs[name] = trained(tiny, folder, name, *layout, "train.max_steps=null", "train.epochs=3")
+        runs[name] = trained(
+            tiny, folder, name, *layout, "train.max_steps=null", f"train.epochs={EPOCHS}"
+        )
     return runs
 
 
-def test_three_epochs_have_one_ledger_whatever_pipeline_replicas_and_workers(ledgers):
+def test_epochs_have_one_ledger_whatever_pipeline_replicas_and_workers(ledgers):
     texts = {name: (run / "samples.jsonl").read_text() for name, (run, _) in ledgers.items()}
     assert len(set(texts.values())) == 1
     lines = read(ledgers["pp1dp1w0"][0] / "samples.jsonl")
     assert [line["step"] for line in lines] == list(range(len(lines)))
     counts = {f"{n:06d}": sum(line["keys"].count(f"{n:06d}") for line in lines) for n in range(96)}
-    assert set(counts.values()) == {3, 4} and sum(counts.values()) == sum(
+    assert set(counts.values()) == {EPOCHS, EPOCHS + 1} and sum(counts.values()) == sum(
         len(line["keys"]) for line in lines
     )
 
@@ -68,11 +76,11 @@ def test_the_counts_of_every_epoch_add_up_and_the_last_step_is_filled_from_the_n
                 96,
             )
             assert f"epoch {number} is complete: 96 samples read: 96 trained" in printed
-        assert len(whole) == 3 and (rest["epoch"], rest["complete"]) == (3, False)
+        assert len(whole) == EPOCHS and (rest["epoch"], rest["complete"]) == (EPOCHS, False)
         trained = sum(
             line["samples"] for line in read(run / "metrics.jsonl") if line["kind"] == "train"
         )
-        assert trained == 3 * 96 + rest["trained"]
+        assert trained == EPOCHS * 96 + rest["trained"]
         assert not (run / "quarantine.jsonl").exists()
 
 
@@ -138,7 +146,7 @@ def test_more_damage_than_allowed_ends_the_run_with_the_list(tiny, tmp_path, dam
     options = (
         f"data.shards={folder}/*.tar",
         "data.max_quarantine_rate=0.02",
-        "parallel.pipeline=2",
+        "parallel.pipeline=1",
     )
     with pytest.raises(
         AssertionError, match=r"UserError: .*more than data.max_quarantine_rate=0.02 allows"
@@ -158,7 +166,7 @@ def test_samples_that_no_run_can_use_are_known_before_the_first_step(tiny, tmp_p
     shard.with_name(shard.name + ".index").unlink()
     options = (
         f"data.shards={shard}",
-        "parallel.pipeline=2",
+        "parallel.pipeline=1",
         "train.max_steps=null",
         "train.epochs=1",
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rank_runs import train
+from tiers import nightly
 from tiny_models import describe, draw_scene, make_config, make_tiny_llm, make_tiny_vision, paint
 
 from mmtrain.config.load import load_config
@@ -20,7 +21,7 @@ from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.loader import PackedBatches
 
 SHARDS, SAMPLES = 100, 6
-STEPS, PACKS = 100, 4  # a step has two packs a replica, one a micro-batch
+PACKS = 4  # of a step, which has two a replica, one a micro-batch
 SORTS = ("text", "images", "both")
 
 # Two replicas of two ranks, and what trains there: model, layout.
@@ -100,14 +101,20 @@ def content(batches: Sequence[tuple[str, ...]]) -> str:
     return "nothing" if not sorts else sorts.pop() if len(sorts) == 1 else "both"
 
 
-FIRST, SECOND = RUNS
+FIRST, _ = RUNS
 
 
-@pytest.mark.parametrize("run", [FIRST, pytest.param(SECOND, marks=pytest.mark.nightly)])
-def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path, run):
+@pytest.mark.parametrize(
+    ("run", "steps", "pairs"),
+    [(FIRST, 50, 12), *(nightly(run, 100, 14) for run in RUNS)],
+)
+def test_every_mix_of_contents_trains_as_in_one_process_and_ends(
+    mixed, tmp_path, run, steps, pairs
+):
     model, layout = RUNS[run]
-    steps = [
-        f"train.max_steps={STEPS}",
+    count = steps * PACKS
+    sizes = [
+        f"train.max_steps={steps}",
         f"train.packs_per_step={PACKS}",
         "data.pack_length=48",
         "data.workers=0",
@@ -117,7 +124,7 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
         f"run.dir={tmp_path}",
         "parallel.threads_per_rank=1",
         "model.vision.select_layer=-4",
-        *steps,
+        *sizes,
         *order,
     ]
 
@@ -136,13 +143,13 @@ def test_every_mix_of_contents_trains_as_in_one_process_and_ends(mixed, tmp_path
 
     # What there was to hang on: every pair of the replicas' contents, and steps without an image,
     # and without labels.
-    read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), STEPS * PACKS)
+    read = islice(PackedBatches(load_config(mixed, [*common, *model]), 0, 1), count)
     keys = [batch.keys for batch in read]
-    firsts = range(0, STEPS * PACKS, PACKS)
-    assert len({tuple(content([one]) for one in keys[i : i + PACKS]) for i in firsts}) >= STEPS / 2
-    assert len({(content(keys[i : i + 2]), content(keys[i + 2 : i + 4])) for i in firsts}) >= 14
+    firsts = range(0, count, PACKS)
+    assert len({tuple(content([one]) for one in keys[i : i + PACKS]) for i in firsts}) >= steps / 2
+    assert len({(content(keys[i : i + 2]), content(keys[i + 2 : i + 4])) for i in firsts}) >= pairs
     assert {content(keys[i : i + PACKS]) for i in firsts} == {*SORTS, "nothing"}
-    assert len(whole) == STEPS and {line["images"] == 0 for line in whole} == {True, False}
+    assert len(whole) == steps and {line["images"] == 0 for line in whole} == {True, False}
     assert (
         any(line["no_update"] for line in whole) and max(line["quarantined"] for line in whole) > 4
     )

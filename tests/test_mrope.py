@@ -22,6 +22,7 @@ import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
+from tiers import nightly, rest_nightly
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
 from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, run_export, weights
@@ -51,6 +52,7 @@ LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
 # pipeline, data, layers that recompute
+FEW = ((2, 1, 4), (2, 2, 0))
 LAYOUTS = ((1, 1, 0), (1, 1, 4), (1, 2, 0), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))
 
 
@@ -165,24 +167,24 @@ def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
     return made
 
 
-DAILY = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v", "paddleocr_vl")
-FAMILIES = [
-    pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in MROPE
-]
+DAILY = ("qwen3_vl", "paddleocr_vl")
+FAMILIES = rest_nightly(MROPE, DAILY)
+TRAINED_FAMILIES = [(kind, FEW) for kind in DAILY]
+TRAINED_FAMILIES += [nightly(kind, LAYOUTS) for kind in MROPE]
 TRAINED = {
     "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
     "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind):
+@pytest.mark.parametrize(("kind", "layouts"), TRAINED_FAMILIES)
+def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind, layouts):
     folder, model = make(kind)
     config = whole_config(folder, **TRAINED)
     microbatches, weights = step(image_layout(config)), drawn_adapters(config)
     loss, gradients = stock_step(config, model, microbatches, weights)
     cases, worst = {}, 0.0
-    for pipeline, data, recomputed in LAYOUTS:
+    for pipeline, data, recomputed in layouts:
         shape = {
             "parallel__pipeline": pipeline,
             "parallel__data": data,
@@ -212,7 +214,7 @@ def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind):
 
 
 @pytest.mark.parametrize("kind", MROPE)
-@pytest.mark.parametrize("samples", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("samples", [100, nightly(10_000)])
 def test_positions_are_those_of_get_rope_index_for_what_the_familys_template_writes(
     make, kind, samples
 ):
@@ -467,10 +469,7 @@ def other_llm(make: Callable, folder: Path, tower: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "tower",
-    [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.nightly) for one in PAIRS],
-)
+@pytest.mark.parametrize("tower", rest_nightly(PAIRS, ("qwen3_vl",)))
 def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(
     make, trained, tmp_path, tower
 ):

@@ -75,7 +75,7 @@ def test_files_that_are_not_python_come_with_it(installed):
     assert {path.name for path in installed.glob("*.dist-info/licenses/*")} == {"LICENSE", "NOTICE"}
 
 
-def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
+def test_it_plans_and_shards(installed, tmp_path):
     assert "mmtrain train example:llava_pp4" in run(installed, tmp_path, "--help")
     assert "demo:vision -> projector -> demo:llm" in run(
         installed, tmp_path, "plan", "example:llava_pp4"
@@ -88,6 +88,10 @@ def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
     assert "1 samples" in run(
         installed, tmp_path, "shard", "--json", "a.json", "--images", ".", "--out", "shards"
     )
+
+
+@pytest.mark.nightly
+def test_it_trains_the_demo(installed, tmp_path):
     short = (
         "parallel.pipeline=1",
         "train.max_steps=2",
@@ -98,6 +102,7 @@ def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
     assert "results: runs/llava_pp4" in said and "report: runs/llava_pp4/report.html" in said
 
 
+@pytest.mark.nightly
 def test_every_shipped_configuration_plans_outside_a_checkout(installed, tmp_path):
     code = (
         "from mmtrain.__main__ import main; from mmtrain.config.load import example_names\n"

@@ -23,6 +23,7 @@ from scenes import (
     stock_llava,
     train_stock,
 )
+from tiers import nightly, rest_nightly
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
@@ -76,48 +77,51 @@ def stock(parts):
     return {name: stock_gradients(model, step) for name, step in STEPS.items()}
 
 
-def slow_if_long(*layouts: str) -> list[object]:
-    """--fast has pipeline 1 and 2."""
-    return [
-        pytest.param(one, marks=pytest.mark.slow if one.startswith(("pp3", "pp4")) else ())
-        for one in layouts
-    ]
+DAILY = ("pp1", "pp2", "pp2v2dp2")
 
 
-@pytest.mark.parametrize("layout", slow_if_long(*LAYOUTS))
+@pytest.mark.parametrize("layout", rest_nightly(LAYOUTS, DAILY))
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     pipeline, data, *cut = LAYOUTS[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
     if cut:
         config = partial(config, parallel__boundaries=cut[0])
-    cases = {(name, 0): Case(config(), (step,)) for name, step in STEPS.items()}
-    cases["packed", 4] = Case(config(parallel__recompute_layers=4), (STEPS["packed"],))
-    cases["packed", 1] = Case(config(parallel__recompute_layers=1), (STEPS["packed"],))
-    cases["packed", "prefetch"] = Case(config(), (STEPS["packed"],), prefetched=2)
+    packed = (STEPS["packed"],)
     rows = [row for microbatch in STEPS["packed"] for row in microbatch]
     pairs = tuple(rows[i : i + 2] for i in (0, 2))
-    cases["packed", "2 packs a micro-batch"] = Case(config(train__packs_per_microbatch=2), (pairs,))
+    # every step begins with the stock model's weights
+    still = ({"match": ("projector",), "lr": 0.0},)
+    cases = {
+        "all steps": Case(config(optimizer__groups=still), tuple(STEPS.values())),
+        "4 layers recompute": Case(config(parallel__recompute_layers=4), packed),
+        "1 layer recomputes": Case(config(parallel__recompute_layers=1), packed),
+        "prefetch": Case(config(), packed, prefetched=2),
+        "2 packs a micro-batch": Case(config(train__packs_per_microbatch=2), (pairs,)),
+    }
     by_rank = run_ranks(pipeline * data, execute, list(cases.values()))
     worst = 0.0
-    for i, (name, variant) in enumerate(cases):
+    for i, variant in enumerate(cases):
         ranks = [rank[i] for rank in by_rank]
-        loss, gradients = stock[name]
-        results = [rank["results"][0] for rank in ranks]
-        assert all(result == results[0] for result in results), "every rank reports the same step"
-        assert results[0].loss == pytest.approx(loss, rel=1e-5)
-        found = merged(ranks, "gradients")
-        assert set(found) == {
-            f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")
-        }
-        for parameter, gradient in gradients.items():
-            if name == "image-free step":
-                assert not found[parameter].any(), (
-                    "no image: the projector's gradient is zero, and there"
-                )
-            else:
-                error = relative(found[parameter], gradient.double().numpy())
-                worst = max(worst, error)
-                assert error <= 1e-5, (name, variant, parameter, error)
+        for step, result in enumerate(ranks[0]["results"]):
+            name = [*STEPS][step]
+            loss, gradients = stock[name]
+            assert all(rank["results"][step] == result for rank in ranks), (
+                "every rank reports the same step"
+            )
+            assert result.loss == pytest.approx(loss, rel=1e-5)
+            found = merged(ranks, "gradients", step)
+            assert set(found) == {
+                f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")
+            }
+            for parameter, gradient in gradients.items():
+                if name == "image-free step":
+                    assert not found[parameter].any(), (
+                        "no image: the projector's gradient is zero, and there"
+                    )
+                else:
+                    error = relative(found[parameter], gradient.double().numpy())
+                    worst = max(worst, error)
+                    assert error <= 1e-5, (name, variant, parameter, error)
         kinds = [rank["optimizer"] for rank in ranks]
         assert kinds == ["AdamW"] * data + ["NoOpOptimizer"] * (len(ranks) - data)
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
@@ -147,28 +151,27 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts):
         assert not any(t["moved"] or t["had_gradient"] for t in nothing["audit"]["trainable"])
 
 
+# pipeline, data, layers that recompute
+OF_HYBRIDS = ((1, 1, 0), (1, 1, 6), (2, 1, 0), (2, 1, 6), (4, 1, 0), (2, 2, 0))
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "layouts"),
     [
-        pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.nightly)
-        for name in HYBRIDS
+        ("qwen3_5_text", [(2, 1, 6)]),
+        *(nightly(family, OF_HYBRIDS) for family in HYBRIDS),
     ],
 )
-def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(tmp_path, family):
+def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(
+    tmp_path, family, layouts
+):
     save_parts(tmp_path, layers=6)
     tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(
         tmp_path / "llm"
     )
     loss, gradients = stock_gradients(stock_llava(tmp_path, seed=0), STEPS["packed"])
     worst = 0.0
-    for pipeline, data, recomputed in (
-        (1, 1, 0),
-        (1, 1, 6),
-        (2, 1, 0),
-        (2, 1, 6),
-        (4, 1, 0),
-        (2, 2, 0),
-    ):
+    for pipeline, data, recomputed in layouts:
         config = make_config(
             tmp_path,
             parallel__pipeline=pipeline,
@@ -219,7 +222,7 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("layout", slow_if_long("pp1", "pp4", "pp2dp2"))
+@pytest.mark.parametrize("layout", rest_nightly(("pp1", "pp2", "pp4", "pp2dp2"), ("pp2",)))
 def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
     pipeline, data = LAYOUTS[layout]
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)

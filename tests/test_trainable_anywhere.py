@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from scenes import Case, execute, make_config, make_steps, relative, stock_llava, train_stock
+from tiers import nightly, rest_nightly
 from transformers import LlamaForCausalLM
 
 from mmtrain.facts.shapes import matches_any
@@ -50,6 +51,8 @@ RUNS = [
     *((patterns,) for patterns in PATTERNS),
     *((patterns, None, STEPS, True) for patterns in GROUPS),
 ]
+# a stage in the middle, the last one, all of them, groups
+FEW = [RUNS[1], RUNS[4], RUNS[7], RUNS[-1]]
 
 
 def canonical_name(stock_name: str) -> str:
@@ -129,18 +132,21 @@ def reference(folder, patterns, targets=None, count=STEPS, by_part=False, text=F
     return history, first, begin, {n: p.detach().numpy() for n, p in trainable.items()}
 
 
-def cases(folder, **parallel):
+def cases(folder, runs, **parallel):
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
-    by_part = [{}] * len(PATTERNS) + [
-        CONSTANT | {"optimizer__groups": groups} for groups in GROUPS.values()
-    ]
-    return [
-        Case(make_config(folder, model__trainable=patterns, **settings, **more), make_steps(STEPS))
-        for (patterns, *_), more in zip(RUNS, by_part, strict=True)
-    ]
+    made = []
+    for patterns, *by_part in runs:
+        more = CONSTANT | {"optimizer__groups": GROUPS[patterns]} if by_part else {}
+        made.append(
+            Case(
+                make_config(folder, model__trainable=patterns, **settings, **more),
+                make_steps(STEPS),
+            )
+        )
+    return made
 
 
-def check(folder, by_rank, references=RUNS, rtol=1e-4):
+def check(folder, by_rank, references, rtol=1e-4):
     for i, (patterns, *options) in enumerate(references):
         ranks = [rank[i] for rank in by_rank]
         history, first, begin, end = reference(folder, patterns, *options)
@@ -166,16 +172,26 @@ def check(folder, by_rank, references=RUNS, rtol=1e-4):
                 assert relative(weights - begin[name], end[name] - begin[name]) < 1e-3, name
 
 
+@pytest.mark.nightly
 def test_one_rank_trains_as_the_stock_model_does(parts):
-    check(parts, run_ranks(1, execute, cases(parts)))
+    check(parts, run_ranks(1, execute, cases(parts, RUNS)), RUNS)
 
 
-def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_idle_upstream(parts):
+ALL = nightly(RUNS)
+
+
+@pytest.mark.parametrize("runs", [FEW, ALL], ids=len)
+def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_idle_upstream(
+    parts, runs
+):
     by_rank = run_ranks(
-        4, execute, cases(parts, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1)
+        4, execute, cases(parts, runs, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1)
     )
-    check(parts, by_rank)
-    for i, (patterns, first) in enumerate(PATTERNS.items()):
+    check(parts, by_rank, runs)
+    for i, (patterns, *by_part) in enumerate(runs):
+        if by_part:
+            continue
+        first = PATTERNS[patterns]
         for stage, rank in enumerate(r[i] for r in by_rank):
             ops = [op for op, _, _ in rank["executed"]]
             backward = ops.count("backward")
@@ -193,18 +209,22 @@ def test_four_ranks_train_the_same_and_ranks_with_an_empty_parameter_list_stay_i
             assert rank["optimizer"] == ("AdamW" if trains else "NoOpOptimizer")
 
 
-def test_two_replicas_of_two_ranks_train_the_same(parts):
-    check(parts, run_ranks(4, execute, cases(parts, pipeline=2, data=2)))
+@pytest.mark.parametrize("runs", [FEW[2:], ALL], ids=len)
+def test_two_replicas_of_two_ranks_train_the_same(parts, runs):
+    check(parts, run_ranks(4, execute, cases(parts, runs, pipeline=2, data=2)), runs)
 
 
-def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weights(parts):
-    sets = [
-        ("projector",),
-        ("projector", "llm.layers.2"),
-        ("projector", "llm.layers.*.self_attn.q_proj", "llm.norm"),
-        ("llm.embedding", "llm.head"),
-        ("vision", "projector", "llm.layers.*.mlp"),
-    ]
+IN_BFLOAT16 = [
+    ("projector",),
+    ("projector", "llm.layers.2"),
+    ("projector", "llm.layers.*.self_attn.q_proj", "llm.norm"),
+    ("llm.embedding", "llm.head"),
+    ("vision", "projector", "llm.layers.*.mlp"),
+]
+
+
+@pytest.mark.parametrize("sets", [IN_BFLOAT16[:2], nightly(IN_BFLOAT16)], ids=len)
+def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weights(parts, sets):
     bfloat16 = {"model__llm__dtype": "bfloat16", "parallel__pipeline": 2}
     configs = [make_config(parts, model__trainable=patterns, **bfloat16) for patterns in sets]
     recomputed = make_config(
@@ -260,7 +280,7 @@ ADAPTED = {
         r".*vision_tower\..*layers\.[01]\..*(_proj|fc1|fc2)",
     ),
 }
-LORA_STEPS = 10
+LORA_STEPS = 5
 
 
 def adapted(folder, names, **settings):
@@ -288,6 +308,7 @@ LAYOUTS = {
     "one": (1, {}),
     "four, recomputing": (4, {"pipeline": 4, "boundaries": (1, 2, 3), "recompute_layers": 1}),
     "two": (2, {"pipeline": 2}),
+    "two, recomputing": (2, {"pipeline": 2, "recompute_layers": 1}),
     "front and head alone": (4, {"pipeline": 4, "boundaries": (0, 2, 4)}),
     "several stages a rank": (2, {"pipeline": 2, "boundaries": (1, 2, 3)}),
     "replicas": (4, {"pipeline": 2, "data": 2}),
@@ -297,8 +318,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ("four, recomputing", ("all", "encoder")),
-        *(pytest.param(layout, tuple(ADAPTED), marks=pytest.mark.nightly) for layout in LAYOUTS),
+        ("two, recomputing", ("all", "encoder")),
+        *(nightly(layout, tuple(ADAPTED)) for layout in LAYOUTS),
     ],
 )
 def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
@@ -313,7 +334,10 @@ def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout, names):
 TEXT_PATTERNS = ("llm.layers.*", "llm.head"), ("llm.layers.3", "llm.head"), ("llm.embedding",)
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "front and head alone", "several stages a rank"])
+ON_TEXT = ("one", "two", "front and head alone", "several stages a rank")
+
+
+@pytest.mark.parametrize("layout", rest_nightly(ON_TEXT, ("two",)))
 def test_text_alone_trains_as_the_stock_causal_lm_does(parts, layout):
     ranks, parallel = LAYOUTS[layout]
     settings = {f"parallel__{key}": value for key, value in parallel.items()}

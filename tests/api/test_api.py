@@ -108,6 +108,7 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
         mmtrain.load_run(tmp_path / "tiny")
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_found_by_its_folder_can_be_waited_for_and_stopped_and_has_saved(
     tiny, tmp_path, capsys
 ):

@@ -35,7 +35,8 @@ def text_of(cell) -> str:
     return "".join(shown)
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(160, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [12, 160])
 def test_it_trains_watches_asks_and_exports(here, steps):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     plan, watched, scores, report, answer = (
@@ -60,6 +61,7 @@ def test_it_trains_watches_asks_and_exports(here, steps):
         assert float(re.search(r"after +([\d.]+)%", text_of(scores))[1]) > 90
 
 
+@pytest.mark.nightly
 def test_interrupting_the_cell_saves_and_ends_the_run_if_asked_to(here):
     cells = (
         "import mmtrain\n"

@@ -19,6 +19,8 @@ from processes import wait_for
 
 from mmtrain.base.console_stream import QUEUE_BYTES, ConsoleStream
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOON = 0.5  # seconds: what blocks does so for ever, and the machine may be busy
 

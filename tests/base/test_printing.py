@@ -241,6 +241,7 @@ def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, monkeypatch, ca
         assert_obeyed_by_none(said)
 
 
+@pytest.mark.nightly
 def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
     tar = hostile_tar(tmp_path)
     folder = tmp_path / "run"

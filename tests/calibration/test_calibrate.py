@@ -5,12 +5,14 @@ plans find.
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
+from scenes import calibrate, join
 
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.calibrate import (
@@ -24,6 +26,7 @@ from mmtrain.calibration.calibrate import (
     table,
 )
 from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.launch import main as launch
@@ -41,42 +44,27 @@ from mmtrain.plan.planner import make_plan, models_of
 CPU = torch.device("cpu")
 
 
+OF_TWO = ("parallel.pipeline=2", "parallel.threads_per_rank=1")
+
+
+def be_rank(folder: Path, config: RunConfig) -> None:
+    join()
+    calibrate(folder, config)
+
+
 @pytest.fixture(scope="module")
-def calibrated(tiny, tmp_path_factory):
-    """`--calibrate` of the tiny run on two ranks: its cache, its configuration, what it printed."""
-    cache, overrides = (
-        tmp_path_factory.mktemp("cache"),
-        ["parallel.pipeline=2", "parallel.threads_per_rank=1"],
+def calibrated(tiny, tmp_path_factory) -> RunConfig:
+    """The tiny run on two ranks, calibrated by them."""
+    config, folder = (
+        load_config(tiny / "config.yaml", OF_TWO),
+        tmp_path_factory.mktemp("calibrated"),
     )
-    command = [
-        sys.executable,
-        "-m",
-        "mmtrain.launch",
-        tiny / "config.yaml",
-        "--calibrate",
-        *overrides,
-    ]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    ran = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment,
-        cwd=tiny,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return cache, load_config(tiny / "config.yaml", overrides), ran.stdout
+    run_ranks(2, be_rank, folder, config)
+    return config.changed({"parallel.calibration": str(folder / "calibration.json")})
 
 
-@pytest.fixture
-def its_cache(calibrated, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated[0]))
-
-
-def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated, its_cache):
-    config = calibrated[1]
-    models = models_of(config)
+def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated):
+    config, models = calibrated, models_of(calibrated)
     found = find_calibration(config, models, cpu_device(config))
     costs = run_costs(config, models)
     assert found.layers.keys() == {kind.name for kind in costs.kinds}
@@ -96,15 +84,26 @@ def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated, 
     assert blocks == pytest.approx(found.layers["encoder"].forward_seconds)
 
 
-def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
-    _, config, printed = calibrated
-    plan = make_plan(config)
+def test_a_plan_made_with_a_calibration_prints_seconds(calibrated):
+    plan = make_plan(calibrated)
     assert plan.step_seconds > 0
     table = "\n".join(render(plan))
-    assert f"calibrated on {cpu_device(config).name}" in " ".join(table.split())
+    assert f"calibrated on {cpu_device(calibrated).name}" in " ".join(table.split())
     assert f"step: {plan.step_seconds:,.3g} s" in table
-    assert table in printed, "the same plan is printed right after the calibration"
-    assert max(map(len, printed.split("matrix products")[0].splitlines())) <= 80
+
+
+@pytest.mark.nightly
+def test_the_command_puts_it_where_plans_find_it_and_prints_the_plan(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = [sys.executable, "-m", "mmtrain.launch", tiny / "config.yaml", "--calibrate", *OF_TWO]
+    ran = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=200, cwd=tiny
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    config = load_config(tiny / "config.yaml", OF_TWO)
+    assert find_calibration(config, models_of(config), cpu_device(config)).layers
+    assert "\n".join(render(make_plan(config))) in ran.stdout
+    assert max(map(len, ran.stdout.split("matrix products")[0].splitlines())) <= 80
 
 
 def test_what_was_measured_is_a_table_of_80_columns():

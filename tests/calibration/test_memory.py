@@ -203,10 +203,8 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", STREAMED)
 @pytest.mark.cpu_ranks
 def test_ranks_that_stream_take_the_memory_that_was_planned(tmp_path, ranks):
     save_parts(WIDE, tmp_path, torch.float32)

@@ -5,19 +5,18 @@ One run is left alone; every other must end as that one did, to the last bit.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import Command, last_given, running, wait_for
+from processes import last_given, running, wait_for
 from rank_runs import train
 from small_disk import small_disk
+from tiers import nightly
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
@@ -26,7 +25,7 @@ from mmtrain.checkpoint.step_folder import step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
 
-LAST = 24
+LAST = 16
 LAUNCH = ("-m", "mmtrain.launch")
 SETTINGS = (
     *(
@@ -38,7 +37,7 @@ SETTINGS = (
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null", "checkpoint.keep_last=null"),
     *(
         "eval.fraction=0.2",
-        "eval.every_steps=12",
+        "eval.every_steps=8",
         "eval.show_answers=0",
         "eval.permuted_control=false",
     ),
@@ -48,13 +47,6 @@ SETTINGS = (
 
 def command(tiny: Path, runs: Path, *more: str | Path) -> list[str | Path]:
     return last_given(tiny / "config.yaml", *SETTINGS, f"run.dir={runs}", *more)
-
-
-def run(tiny: Path, runs: Path, *more: str | Path) -> Command:
-    """The command, run to its end."""
-    with running([*LAUNCH, *command(tiny, runs, *more)], runs) as started:
-        started.wait(150)
-    return started
 
 
 def resumed(
@@ -122,8 +114,7 @@ def assert_ended_alike(folder: Path, undisturbed: Path, ledger: bool = True) -> 
 def undisturbed(tiny, tmp_path_factory) -> Path:
     """The folder of a run that nobody touched; to be read."""
     runs = tmp_path_factory.mktemp("undisturbed")
-    ended = run(tiny, runs)
-    assert ended.wait() == 0, ended.stderr
+    resumed(tiny, runs)
     return runs / "tiny"
 
 
@@ -145,53 +136,53 @@ def flip_a_bit(file: Path) -> None:
 def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undisturbed(
     tiny, copied, undisturbed, tmp_path
 ):
-    flip_a_bit(step_path(copied, 24) / "optimizer.safetensors")
-    (step_path(copied, 20) / "state.json").unlink()
-    step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp").mkdir()
+    flip_a_bit(step_path(copied, 16) / "optimizer.safetensors")
+    (step_path(copied, 12) / "state.json").unlink()
+    step_path(copied, 8).with_name(".step-00000025.0123abcd.tmp").mkdir()
     (
-        step_path(copied, 16).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors"
+        step_path(copied, 8).with_name(".step-00000025.0123abcd.tmp") / "projector.safetensors"
     ).write_bytes(b"half")
     said = resumed(tiny, tmp_path)
     for words in (
-        f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
-        f"{step_path(copied, 20)}: state.json is missing",
-        f"resuming from {step_path(copied, 16)} (step 16 of {LAST})",
+        f"{step_path(copied, 16)}: optimizer.safetensors is damaged: its SHA-256",
+        f"{step_path(copied, 12)}: state.json is missing",
+        f"resuming from {step_path(copied, 8)} (step 8 of {LAST})",
     ):
         assert words in said
     assert_ended_alike(copied, undisturbed)
     names = [path.name for path in (copied / "checkpoints").iterdir()]
-    assert {"step-00000020.discarded", "step-00000024.discarded"} < set(names)
+    assert {"step-00000012.discarded", "step-00000016.discarded"} < set(names)
     assert not [name for name in names if name.endswith(".tmp")]
     assert records(copied, "resume") == [
-        {"kind": "resume", "step": 16, "checkpoint": str(step_path(copied, 16)), "changed": []}
+        {"kind": "resume", "step": 8, "checkpoint": str(step_path(copied, 8)), "changed": []}
     ]
 
 
 def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rate(
     tiny, undisturbed, tmp_path, capsys
 ):
-    branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
+    branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 8))
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
     folder = tmp_path / "branch"
     # killed as it saved where it begins
-    (folder / "checkpoints" / ".step-00000016.0123abcd.tmp").mkdir(parents=True)
+    (folder / "checkpoints" / ".step-00000008.0123abcd.tmp").mkdir(parents=True)
     for name in ("config.yaml", "plan.json"):
         shutil.copy(undisturbed / name, folder)
-    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 16}\n')
+    (folder / "metrics.jsonl").write_text('{"kind": "begin", "step": 8}\n')
     resumed(tiny, tmp_path, *branch[:2], resume=branch[-1], allow=("optimizer.lr",))
     assert len(records(folder, "begin")) == 1 and not list((folder / "checkpoints").glob(".*"))
-    assert steps_done(folder) == list(range(16, 24)) and saved_steps(folder) == [16, 20, 24]
-    ours, theirs = records(folder, "train"), records(undisturbed, "train")[16:]
+    assert steps_done(folder) == list(range(8, 16)) and saved_steps(folder) == [8, 12, 16]
+    ours, theirs = records(folder, "train"), records(undisturbed, "train")[8:]
     assert ours[0]["loss"] == theirs[0]["loss"]  # the same weights and samples
     assert ours[0]["lr"] == theirs[0]["lr"] / 2 and ours[-1]["loss"] != theirs[-1]["loss"]
     ledgers = [(path / "samples.jsonl").read_text().splitlines() for path in (folder, undisturbed)]
-    assert ledgers[0] == ledgers[1][16:]
+    assert ledgers[0] == ledgers[1][8:]
     assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
     capsys.readouterr()
     again = command(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
     assert launch.main([str(argument) for argument in again]) == 0
-    assert f"has already branched from {step_path(undisturbed, 16)}" in capsys.readouterr().out
+    assert f"has already branched from {step_path(undisturbed, 8)}" in capsys.readouterr().out
 
 
 def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, capsys):
@@ -214,7 +205,7 @@ def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, caps
         ("data.pack_length=192", "128", "192"),
         ("data.image_fit=resize", '"pad"', '"resize"'),
         ("eval.fraction=0.3", "0.2", "0.3"),
-        ("train.max_steps=30", "24", "30"),
+        ("train.max_steps=30", "16", "30"),
         ("model.vision.select_layer=-1", "-2", "-1"),
     ],
 )
@@ -304,59 +295,62 @@ def test_other_data_and_other_weights_are_refused_by_their_content(
     ):
         resumed(tiny, tmp_path, *others, allow=("data.shards",))
     kept = (copied / "metrics.jsonl").read_text().splitlines()
-    assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12, 16, 20]
+    assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12]
 
 
 # ---- signals
 
 
-@contextlib.contextmanager
-def signalled(
-    tiny: Path, runs: Path, ready: Callable[[Command], object], number: int, *more: str
-) -> Iterator[Command]:
-    """Start the run, and send the signal to all of its processes, as Slurm does, when it is
-    ready.
-    """
-    with running([*LAUNCH, *command(tiny, runs, "eval.show_answers=2", *more)], runs) as started:
-        wait_for(lambda: ready(started) or started.process.poll() is not None, 150, "the moment")
-        assert started.process.poll() is None, started.stderr
-        os.killpg(started.process.pid, number)
-        started.wait(60)
-        yield started
+def is_training(folder: Path) -> bool:
+    return len(steps_done(folder)) > 4  # the first save is after 4 steps
 
 
-@pytest.mark.timeout(600)
-def test_a_run_that_is_stopped_and_killed_ends_as_undisturbed(tiny, undisturbed, tmp_path):
-    folder = tmp_path / "tiny"
+def is_answering(folder: Path) -> bool:
     log = folder / "log.txt"
-    answering = lambda _: log.exists() and "answering held-out" in log.read_text()  # noqa: E731
-    with signalled(tiny, tmp_path, answering, signal.SIGTERM, "eval.show_answers=100") as started:
-        assert started.wait() == 3 and started.stderr == ""
-        assert "SIGTERM: the run saves after the current step, and ends" in started.stdout
-        assert f"stopped after step 0 of {LAST}; it is saved" in started.stdout
-        assert "The same command goes on from there" in started.stdout
-    assert saved_steps(folder) == [0] and steps_done(folder) == [] and records(folder, "eval") == []
-    assert (folder / "answers.jsonl").read_text() == ""
+    return log.exists() and "answering held-out" in log.read_text()
 
-    with signalled(tiny, tmp_path, lambda _: steps_done(folder), signal.SIGUSR1) as started:
-        assert started.wait() == 3 and started.stderr == ""
-        assert started.seconds_until_gone(timeout=20) < 10
-        assert f"(step 0 of {LAST})" in started.stdout
-    done = len(steps_done(folder))
-    assert (
-        0 < done < LAST
-        and saved_steps(folder)[-1] == done
-        and why_damaged(step_path(folder, done)) is None
-    )
-    assert not (folder / "audit.json").exists()
 
-    with signalled(
-        tiny, tmp_path, lambda _: len(steps_done(folder)) > done + 1, signal.SIGKILL
+@pytest.mark.parametrize(
+    ("number", "ready", "shown"),
+    [
+        (signal.SIGUSR1, is_training, 2),
+        nightly(signal.SIGTERM, is_answering, 100),
+        nightly(signal.SIGKILL, is_training, 2),
+    ],
+)
+def test_a_run_that_is_stopped_or_killed_ends_as_undisturbed(
+    tiny, undisturbed, tmp_path, number, ready, shown
+):
+    folder = tmp_path / "tiny"
+    with running(
+        [*LAUNCH, *command(tiny, tmp_path, f"eval.show_answers={shown}")], tmp_path
     ) as started:
-        assert started.wait() == -signal.SIGKILL and started.seconds_until_gone(timeout=20) < 10
-    assert f"(step {saved_steps(folder)[-1]} of {LAST})" in resumed(
-        tiny, tmp_path, "eval.show_answers=2"
+        wait_for(lambda: ready(folder) or started.process.poll() is not None, 150, "the moment")
+        assert started.process.poll() is None, started.stderr
+        os.killpg(started.process.pid, number)  # to all of its processes, as Slurm does
+        assert started.seconds_until_gone(timeout=60) < 10
+        code = started.wait()
+    done, saved = len(steps_done(folder)), saved_steps(folder)[-1]
+    assert (
+        done < LAST
+        and why_damaged(step_path(folder, saved)) is None
+        and not (folder / "audit.json").exists()
     )
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 3 and started.stderr == "" and saved == done
+        assert f"{number.name}: the run saves after the current step, and ends" in started.stdout
+        assert f"stopped after step {done} of {LAST}; it is saved" in started.stdout
+        assert "The same command goes on from there" in started.stdout
+        assert len(started.stdout.splitlines()) < 60, "library chatter belongs into log.txt"
+    if ready is is_answering:
+        assert (
+            done == 0
+            and records(folder, "eval") == []
+            and (folder / "answers.jsonl").read_text() == ""
+        )
+    assert f"(step {saved} of {LAST})" in resumed(tiny, tmp_path, "eval.show_answers=2")
     assert_ended_alike(folder, undisturbed)
     answers = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
     assert [answer["step"] for answer in answers] == [0, 0, LAST, LAST]
@@ -366,6 +360,7 @@ def test_a_run_that_is_stopped_and_killed_ends_as_undisturbed(tiny, undisturbed,
 # ---- a full disk
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_room_the_run_goes_on(
     tiny, undisturbed, tmp_path
@@ -373,8 +368,8 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
     one = sum(path.stat().st_size for path in step_path(undisturbed, 4).iterdir())
     with small_disk(tmp_path / "disk", kilobytes=one * 3 // 2 // 1024 + 100) as disk:
         folder = disk / "tiny"
-        ended = run(tiny, disk)
-        assert ended.wait() == 2
+        with running([*LAUNCH, *command(tiny, disk)], disk) as ended:
+            assert ended.wait(150) == 2
         saved = saved_steps(folder)
         assert (
             saved

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
+from tiers import nightly
 
 from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.templates import load_tokenizer
@@ -131,12 +132,14 @@ SLICES = ("parallel.encoder_ranks=[0,1]",)
 # Each run resumes from a checkpoint of the run before it, a step later, in the next of these
 # layouts (pipeline, data). The last two differ only in where frozen layers are: they have the same
 # bits.
+FEW = [((2, 1), SLICES, 4), ((1, 2), (), "auto"), ((1, 2), PEERS, "auto")]
 RING = [((2, 1), SLICES, 4), ((4, 1), HOST, "auto"), ((1, 2), PEERS, "auto"), ((4, 2), (), "auto")]
 RING += [((2, 2), (), "auto"), ((2, 2), PEERS, "auto")]
 
 
+@pytest.mark.parametrize("ring", [FEW, nightly(RING)], ids=len)
 def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_stopped(
-    tiny, reference, damaged_data
+    tiny, reference, damaged_data, ring
 ):
     unusable, *damaged = reference.lines("quarantine.jsonl")
     assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
@@ -149,7 +152,7 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
     )
     assert not rest["complete"]
     runs = [reference]
-    for cut, (layout, placement, prefetch) in enumerate(RING, start=1):
+    for cut, (layout, placement, prefetch) in enumerate(ring, start=1):
         options = (
             *RUN,
             *SAVED,
@@ -159,7 +162,12 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
         )
         options += (*layout_of(*layout), *placement)
         run = branch(
-            runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut, prefetch=prefetch
+            runs[-1],
+            f"ring-{len(ring)}-{cut}",
+            tiny / "config.yaml",
+            *options,
+            cut=cut,
+            prefetch=prefetch,
         )
         assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(
             range(1, cut + 1)
@@ -189,7 +197,10 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
     assert discarded == [line for line in damaged if line["step"] >= 1]
 
 
-def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 2)), nightly((4, 1), (2, 2))])
+def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(
+    tiny, tmp_path, before, after
+):
     trainable = "[projector, llm.layers.6, llm.layers.1.mlp, llm.layers.*.lora_*, vision]"
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
     options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
@@ -198,7 +209,7 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
         *options,
         *SAVED,
         f"checkpoint.every_steps={CUT}",
-        *layout_of(4, 1),
+        *layout_of(*before),
         f"run.dir={tmp_path}",
     )
     plan = json.loads((reference.folder / "plan.json").read_text())
@@ -209,7 +220,7 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
         assert f"{name}.weight/exp_avg_sq" in trained
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
     run = branch(
-        reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(2, 2), cut=CUT
+        reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(*after), cut=CUT
     )
     losses = ([step["loss"] for step in steps(one)] for one in (run, reference))
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -268,6 +279,7 @@ def poison(tiny, folder, make_tiny):
     return f"model.llm.path={folder / 'llm'}", f"data.shards={folder}/shards/*.tar"
 
 
+@pytest.mark.nightly
 def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     options = (*RUN, *poison(tiny, tmp_path, make_tiny))
     reference = train(

@@ -204,6 +204,7 @@ def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(work,
     assert torch.equal(pixels[0], image_transform("demo:vision", "pad")(image))
 
 
+@pytest.mark.nightly
 def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava):
     chat = [sys.executable, "-m", "mmtrain", "chat"]
     command = [*chat, llava, "--image", work / "one.png", "--max-new-tokens=12"]

@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import MAIN_JOB
 from processes import running, wait_for
+from rank_runs import train
 
 from mmtrain.doctor import attention as doctor_attention
 from mmtrain.doctor.check import COMPARE, Check, FailedError, run_check
 from mmtrain.doctor.machine import traps
-from mmtrain.doctor.runs import RECORD, STEPS, demo, pipeline
+from mmtrain.doctor.runs import RECORD, SETTINGS, STEPS, demo, pipeline
 
 LOSSES = json.loads(RECORD.read_text())["losses"]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -62,7 +64,7 @@ def doctor(folder, *arguments, seconds=280):
         (
             "hangs",
             "failed",
-            "did not end within 8 s, without a result; its last output: none",
+            "did not end within 3 s, without a result; its last output: none",
             COMPARE,
         ),
     ],
@@ -70,7 +72,7 @@ def doctor(folder, *arguments, seconds=280):
 def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(
     tmp_path, how, state, text, remedy
 ):
-    seconds = 8 if how == "hangs" else 60
+    seconds = 3 if how == "hangs" else 60
     outcome = run_check(Check(how, f"broken_checks:{how}", ""), tmp_path, seconds)
     assert (outcome.state, outcome.remedy) == (state, remedy) and outcome.text.endswith(text)
     if how == "hangs":
@@ -79,6 +81,7 @@ def test_however_a_check_ends_its_outcome_says_so_and_no_process_is_left(
         assert "Traceback" in (tmp_path / "raises.log").read_text()
 
 
+@pytest.mark.nightly
 @without_gpu
 def test_without_a_gpu_its_checks_are_skipped_and_the_demo_computes_the_losses_on_record(
     tmp_path, temporary
@@ -139,6 +142,19 @@ def made_runs(folder: Path, **losses: list[float]) -> Path:
             "".join(f"{json.dumps(v)}\n" for v in (*lines, {"kind": "end"}))
         )
     return folder
+
+
+@without_gpu
+def test_the_demo_trains_with_the_losses_on_record(tmp_path):
+    overrides = (
+        "parallel.pipeline=1",
+        f"run.dir={tmp_path}",
+        "run.name=float32",
+        "model.llm.dtype=float32",
+    )
+    train(MAIN_JOB, *SETTINGS, *overrides)
+    made_runs(tmp_path, bfloat16=LOSSES["bfloat16"])
+    assert "float32: loss" in demo(tmp_path)
 
 
 @pytest.mark.parametrize(

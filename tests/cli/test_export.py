@@ -118,6 +118,7 @@ def test_verify_refuses_a_model_that_computes_something_else(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_verify_refuses_a_folder_that_answers_batches_otherwise(
     tiny, tmp_path, monkeypatch, capsys
 ):

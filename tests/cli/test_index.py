@@ -117,6 +117,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, mess
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
     tmp_path, monkeypatch, capsys
 ):

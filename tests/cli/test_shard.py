@@ -138,8 +138,8 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     assert "1  missing_image: an image file that does not exist" in printed
 
 
-# where workers are forked, and where they are spawned
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
+# Where workers are forked, and where they are spawned.
+@pytest.mark.parametrize("platform", ["linux", pytest.param("darwin", marks=pytest.mark.nightly)])
 def test_the_bytes_do_not_depend_on_the_workers(folder, monkeypatch, platform):
     (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
     monkeypatch.setattr("sys.platform", platform)
@@ -452,6 +452,7 @@ def test_sizes_are_read_as_they_are_written(text, size):
     assert parse_size(text) == size
 
 
+@pytest.mark.nightly
 def test_memory_is_that_of_a_few_images(folder):
     """100 images of 1 MB (BMP, which decodes at once) pass through less than 12 MB."""
     Image.effect_noise((1000, 1000), 50).save(folder / "images" / "a.bmp")

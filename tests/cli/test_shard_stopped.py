@@ -66,7 +66,7 @@ def children(process: subprocess.Popen) -> list[int]:
 
 def test_killed_at_any_moments_and_resumed_it_writes_the_bytes_of_an_undisturbed_run(folder):
     """kill -9, of the tool alone: no worker may outlive it and write on."""
-    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 300)))
+    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 150)))
     options = ("--samples-per-shard", "9", "--max-reject-rate", "0.3")
     assert shard(*options) == 0
     expected = contents(folder / "out")

@@ -1,4 +1,6 @@
-"""Configuration errors name the key, the value seen, what is allowed and a valid key near it."""
+"""What a configuration may hold and how it is read; golden/refusals.json has most of what is
+refused.
+"""
 
 from pathlib import Path
 
@@ -130,11 +132,6 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
         config.changed({"model.vision.dtype": "float32", "model.llm.dtype": "float32"}).model.vision
         is None
     )
-    said = (
-        "model.vision is a section. Set null, or its keys one by one: "
-        "model.vision.name, model.vision.select_layer, "
-    )
-    assert said in problems(minimal, "model.vision=7")[0]
     written(tmp_path, MINIMAL.replace("{name: some_vit}", "7"))
     (problem,) = problems(file)[1:]
     assert problem.startswith(
@@ -142,24 +139,6 @@ def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_
     )
     written(tmp_path, MINIMAL.replace("  vision: {name: some_vit}\n", ""))
     assert "model.vision: null trains on text alone" in problems(file)[1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            (*TEXT, "model.trainable=[vision.*, llm.head]"),
-            "model.trainable: vision.*, but model.vision is null",
-        ),
-        (
-            (*TEXT, "data.template=plain"),
-            "data.template: plain keeps only images and answers, but model.vision",
-        ),
-        (("data.images=strip",), "data.images: strip removes the images, but"),
-    ],
-)
-def test_without_an_encoder_nothing_may_speak_of_images(minimal, overrides, said):
-    assert problems(minimal, *overrides)[1].startswith(said)
 
 
 def test_a_section_that_may_not_be_null_gets_its_defaults_by_it(minimal):
@@ -172,7 +151,6 @@ def test_a_section_that_may_not_be_null_gets_its_defaults_by_it(minimal):
         ).model.vision
         is None
     )
-    assert problems(minimal, "run=null")[1].startswith("run.name: missing")
 
 
 def test_a_key_stands_instead_of_another_of_its_section():
@@ -265,24 +243,6 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "value", "nearest"),
-    [
-        ("train.lr=1e-3", "'1e-3'", "optimizer.lr"),
-        ("model.llm_path=x", "'x'", "model.llm.path"),
-        ("optimiser.lr=0.1", "{'lr': 0.1}", "optimizer"),
-        ("pipeline=4", "4", "parallel.pipeline"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, nearest):
-    heading, line = problems(minimal, override)
-    assert heading == f"{minimal}: 1 problem"
-    key = override.split("=")[0] if nearest != "optimizer" else "optimiser"
-    assert line.startswith(
-        f"{key}: unknown key (value {value}); nearest valid key: {nearest}; keys of "
-    )
-
-
-@pytest.mark.parametrize(
     ("slips", "meant"),
     [
         ("max_step train.max_step train.steps", "train.max_steps"),
@@ -336,104 +296,11 @@ def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "shown", "should", "meaning"),
-    [
-        ("train.packs_per_step=0", "0", "be greater than or equal to 1", "packs in one"),
-        ("train.max_steps=1e3", "'1e3'", "be a valid integer", "optimizer steps"),
-        ("parallel.data=true", "true", "be a valid integer", "data-parallel"),
-        ("run.report_to=none", "'none'", "be a list", "where metrics go"),
-        (
-            "run.report_to=[none]",
-            "['none']",
-            "be 'tensorboard', 'wandb' or 'csv'",
-            "where metrics go",
-        ),
-        ("optimizer.lr=fast", "'fast'", "be a valid number", "peak learning rate)"),
-        ("optimizer.lr=.inf", "inf", "be a finite number", "peak learning rate)"),
-        ("optimizer.groups=[3]", "[3]", "be a section", "parameter groups with their own rates"),
-        ("optimizer.betas=[0.9]", "[0.9]", "have more entries", "AdamW's decay rates"),
-        ("model.projector.factor=5", "5", "be 2, 3 or 4", "how many patches"),
-        ("model.vision.pinpoints=(1x1),...,(6x6)", "'(1x1),...,(6x6)'", "be a list", "grids that"),
-        (
-            "model.trainable=[]",
-            "[]",
-            "have at least 1 item after validation, not 0",
-            "name patterns",
-        ),
-        ("model.projector.init_from=[a]", "['a']", "be a valid string", "begin with"),
-        ("run.overwrite=1", "1", "be a valid boolean", "true: delete"),
-        (
-            "run.name=../x",
-            "'../x'",
-            "be letters, digits, '.', '_' and '-', and begin with one of the first two",
-            "folder name",
-        ),
-        (
-            "parallel.recompute_layers=[1, x]",
-            "[1, 'x']",
-            "be 'auto' or be a valid integer",
-            "decoder layers per",
-        ),
-    ],
-)
-def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(
-    minimal, override, shown, should, meaning
-):
-    _, line = problems(minimal, override)
-    assert line.startswith(
-        f"{override.partition('=')[0]}: {shown} is not allowed; it should {should} ({meaning}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("model.projector.type=mlp2x_glu", "mlp2x_gelu"),
-        ("data.template=vicuna_v1", "llava_v1"),
-        ("model.llm.dtype=FP32", "float32"),
-        ("model.llm.dtype=bf16", "bfloat16"),
-        ("parallel.pipeline=two", None),
-        ("parallel.stages_per_rank=atuo", "auto"),
-        ("run.report_to=[csv, tensorbord]", "tensorboard"),
-        ("model.trainable=projector", "[projector]"),
-        ("model.vision.pinpoints=(1x1),...,(6x6)", None),
-        ("data.sets=[{name: a, shards: a.tar, format: lava}]", "llava"),
-    ],
-)
-def test_a_value_near_a_right_one_is_answered_with_that_one_and_never_with_a_pattern(
-    minimal, override, meant
-):
-    _, line = problems(minimal, override)
-    question = "; it should " if meant is None else f"; did you mean {meant}? It should "
-    assert f" is not allowed{question}" in line and "[A-Za-z" not in line and "{%]" not in line
-
-
 def test_a_fraction_of_0_evaluates_nothing_and_leaves_held_out_shards(minimal):
     assert not load_config(minimal, ["eval.fraction=0"]).eval.is_on
     assert (
         load_config(minimal, ["eval.shards=held-out.tar", "eval.fraction=0"]).eval.shards
         == "held-out.tar"
-    )
-
-
-@pytest.mark.parametrize("pinpoints", ["[]", "[[64]]", "[[0,32]]", "(1x1),...,(6x6)"])
-def test_wrong_grids_are_refused_with_an_example_and_with_what_llavas_text_is_here(
-    minimal, pinpoints
-):
-    _, line = problems(minimal, f"model.vision.pinpoints={pinpoints}")
-    assert line.startswith("model.vision.pinpoints: ") and "[[384, 768], [768, 384]]" in line
-    assert "null: " in line and "have the text (1x1),...,(6x6)" in line
-
-
-def test_a_wrong_value_in_a_list_of_sections_is_named_with_its_place(minimal):
-    _, line = problems(minimal, "optimizer.groups=[{match: [projector], lr: fast}]")
-    assert line.startswith(
-        "optimizer.groups.0.lr: 'fast' is not allowed; it should be a valid number (peak learning"
-    )
-    _, line = problems(minimal, "optimizer.groups=[{match: [a]}]")
-    assert line.startswith(
-        "optimizer.groups.0: sets neither lr nor weight_decay. Set one, or leave"
     )
 
 
@@ -463,75 +330,19 @@ def test_all_problems_are_reported_together(minimal):
     assert found == {"train.lr", "train.max_steps", "parallel.boundaries", "run.nme", "run.seed"}
 
 
-def test_a_value_where_a_section_belongs_is_refused(tmp_path):
-    _, line = problems(
-        written(tmp_path, MINIMAL.replace("train: {packs_per_step: 8, max_steps: 10}", "train: 5"))
-    )
-    assert line == "train: 5 is not allowed; it should be a section"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            "train.packs_per_step=10 parallel.data=2 train.packs_per_microbatch=2",
-            "train.packs_per_step: 10 is not a multiple of parallel.data x "
-            "train.packs_per_microbatch = 2 x 2 = 4. "
-            "Set it to 8 or 12",
-        ),
-        (
-            "parallel.pipeline=4 parallel.boundaries=[8,16]",
-            "parallel.boundaries: [8, 16] has 2 entries; parallel.pipe",
-        ),
-        (
-            "parallel.pipeline=2 parallel.recompute_layers=[1,2,3]",
-            "parallel.recompute_layers: [1, 2, 3] has 3 entries; "
-            "parallel.pipeline 2 needs 2, one per",
-        ),
-    ],
-)
-def test_numbers_that_do_not_fit_the_layout_are_refused_with_those_that_do(
-    minimal, overrides, said
-):
-    _, line = problems(minimal, *overrides.split())
-    assert line.startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (
-            "optimizer.lr",
-            "override 'optimizer.lr': needs the form key.sub=value, e.g. optimizer.lr=1e-3",
-        ),
-        ("a." * 5000 + "b=1", "override 'a.a.a."),
-        ("run.name.x=3", "override 'run.name.x=3': name is 'test', which has no keys below it"),
-        (
-            "train.max_steps=[1",
-            "override 'train.max_steps=[1', line 1, column 3: expected ',' or ']', but got",
-        ),
-    ],
-)
-def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, expected):
-    (line,) = problems(minimal, override)
-    assert line.startswith(expected)
+def test_a_malformed_override_is_quoted_in_part(minimal):
+    (line,) = problems(minimal, "a." * 5000 + "b=1")
+    assert line.startswith("override 'a.a.a.")
 
 
 @pytest.mark.parametrize(
     ("text", "where", "problem"),
     [
-        ("data:\n  shards: a\n  shards: b\n", "line 3, column 3", "key shards is given twice, "
-                                                                  "first on line 2"),
-        ("run:\n  name: [a\n", "line 3, column 1", "expected ',' or ']', but got '<stream end>'"),
-        ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot "
-                                                  "start any token"),
-        ("on: 1\n", "line 1, column 1", "key True is not text"),
         ("run: &a {}\neval: *a\n", "line 1, column 6", "&, * and ! begin an anchor, an "
                                                        "alias and a tag"),
         ("eval: {<<: {every_steps: 1}}\n", "line 1, column 8", "could not determine a "
                                                                "constructor for the tag"),
         ("run: " + "[" * 40, "line 1, column 37", "nested more than 32 deep"),
-        ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "&, * and ! begin an anchor"),
         ("run: 2001-99-99\n", "line 1, column 6", "'2001-99-99' is not a valid timestamp"),
     ],
 )  # fmt: skip
@@ -577,19 +388,6 @@ def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minima
         == "data.sets: two sets have the same name (a, a). Names must differ"
     )
     assert "the list is empty" in problems(minimal, "data.shards=null", "data.sets=[]")[1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["data.sets=[{name: a, shards: x.tar}]", "data.shards=b.tar"], "data.shards"),
-        (["train.epochs=2", "train.max_steps=5"], "train.max_steps"),
-        (["eval.shards=e.tar", "eval.fraction=0.1"], "eval.fraction"),
-    ],
-)
-def test_of_two_keys_that_say_the_same_thing_one_is_set(minimal, overrides, key):
-    (line,) = problems(minimal, *overrides)[1:]
-    assert line.startswith(f"{key}: set ")
 
 
 def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_thing(minimal):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import run_gpu_ranks
+from tiers import nightly
 
 pytestmark = pytest.mark.gpu(fake=True)
 MIB = 2**20
@@ -224,9 +225,7 @@ def exchange():
 
 
 @pytest.mark.parametrize(
-    "implementation",
-    ["", pytest.param("0", marks=pytest.mark.nightly)],
-    ids=["torch's choice", "the older one"],
+    "implementation", ["", nightly("0")], ids=["torch's choice", "the older one"]
 )
 def test_nccl_moves_what_collectives_and_messages_say(monkeypatch, implementation):
     if implementation:

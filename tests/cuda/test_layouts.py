@@ -31,6 +31,7 @@ from scenes import (
     save_parts,
     with_slices,
 )
+from tiers import rest_nightly
 from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
@@ -120,12 +121,7 @@ LAYOUTS = {
     "2 x 2": Layout({**CUT, "parallel__data": 2}),
     "2 x 2, streamed from peers, LoRA": Layout({**CUT, **PEERS, **LORA, "parallel__data": 2}),
 }
-DAILY = (
-    "pipeline 2, streamed and recomputed",
-    "pipeline 2, Qwen's encoder in slices, bfloat16",
-    "pipeline 2, qwen3_5, streamed and recomputed",
-    "pipeline 2, Qwen3-VL, streamed and recomputed",
-)
+DAILY = ("pipeline 2, streamed and recomputed",)
 
 pytestmark = [pytest.mark.gpu(count=4), pytest.mark.cpu_ranks]
 
@@ -236,10 +232,7 @@ def train_once(config, plan, order, waits):
 MAY_WAIT = {"", "between", "evaluation", "reduce_statistics", "optimizer_step"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", rest_nightly(LAYOUTS, DAILY))
 def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, tmp_path_factory, name):
     layout = LAYOUTS[name]
     folder, keys = parts(layout.family), {}

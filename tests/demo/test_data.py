@@ -72,6 +72,7 @@ def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch
     assert [path.read_bytes() for path in made(name)] == first
 
 
+@pytest.mark.nightly
 def test_what_comes_next_is_asked_about_the_same_pictures_none_of_which_is_held_out():
     pictures = {
         split: [images for _, _, images in islice(draw_samples(split), 300)] for split in SAMPLES

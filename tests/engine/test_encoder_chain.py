@@ -27,6 +27,7 @@ from scenes import (
     with_prefetch,
     with_slices,
 )
+from tiers import nightly
 
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.sample import IGNORE
@@ -108,13 +109,13 @@ def train(config, slices, ahead, lead, warms_up=None):
 
 
 LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each rank, lead
-    pytest.param(2, 1, False, (0, 4), (1, 0), 1, marks=pytest.mark.nightly),
-    pytest.param(3, 2, False, (1, 0, 3), (12, 9, 6), 4, marks=pytest.mark.nightly),
-    (1, 1, False, (4,), (4,), 1),
-    (2, 1, True, (4, 0), (6, 0), 1),
+    nightly(2, 1, False, (0, 4), (1, 0), 1),
+    nightly(3, 2, False, (1, 0, 3), (12, 9, 6), 4),
+    nightly(1, 1, False, (4,), (4,), 1),
+    nightly(2, 1, True, (4, 0), (6, 0), 1),
     (2, 2, False, (3, 1), (5, 2), 1),
-    (3, 1, True, (1, 2, 1), (12, 9, 4), 4),
-    (4, 1, False, (1, 1, 1, 1), (3, 2, 1, 0), 2),
+    nightly(3, 1, True, (1, 2, 1), (12, 9, 4), 4),
+    nightly(4, 1, False, (1, 1, 1, 1), (3, 2, 1, 0), 2),
 ]
 
 
@@ -153,8 +154,8 @@ def compare_with_rank_0(
     ("kind", "layout"),
     [
         ("qwen", (3, 1, False, (1, 2, 1), (6, 4, 2), 2)),
-        pytest.param("naflex", (2, 2, False, (3, 1), (5, 2), 1), marks=pytest.mark.nightly),
-        pytest.param("naflex", (3, 1, True, (0, 1, 3), (12, 9, 4), 4), marks=pytest.mark.nightly),
+        nightly("naflex", (2, 2, False, (3, 1), (5, 2), 1)),
+        nightly("naflex", (3, 1, True, (0, 1, 3), (12, 9, 4), 4)),
     ],
 )
 def test_slices_of_an_encoder_of_images_of_any_size_change_no_bit(parts, kind, layout):

@@ -26,6 +26,7 @@ from scenes import (
     stock_loss_sum,
     with_prefetch,
 )
+from tiers import nightly
 
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.plan.instructions import in_common_order
@@ -74,7 +75,7 @@ def train_with_evaluation(config, evaluates):
 INTERLEAVED = (1, 2, 3)  # two stages on each of two ranks
 
 
-@pytest.mark.parametrize("pipeline,data,cut", [(2, 2, None), (2, 1, INTERLEAVED)])
+@pytest.mark.parametrize(("pipeline", "data", "cut"), [(2, 1, INTERLEAVED), nightly(2, 2, None)])
 def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data, cut):
     config = make_config(
         parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut
@@ -125,7 +126,11 @@ def train_warmed_up(config, prefetched, warms_up):
 
 @pytest.mark.parametrize(
     ("pipeline", "data", "cut", "trainable"),
-    [(2, 2, INTERLEAVED, "projector"), (1, 1, None, "vision"), (2, 1, None, "llm.head")],
+    [
+        (2, 2, INTERLEAVED, "projector"),
+        nightly(1, 1, None, "vision"),
+        nightly(2, 1, None, "llm.head"),
+    ],
 )
 def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order(
     parts, pipeline, data, cut, trainable
@@ -260,7 +265,12 @@ IN_BF16 = {
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "data", "trained"), [(1, 1, IN_BF16), (2, 1, IN_BF16), (2, 2, {})]
+    ("pipeline", "data", "trained"),
+    [
+        (2, 1, IN_BF16),
+        nightly(1, 1, IN_BF16),
+        nightly(2, 2, {}),
+    ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
     layout = {
@@ -329,7 +339,7 @@ def train_past_bad_steps(config, steps, file, already=0):
     return results, untouched, message, everything(engine), engine.bad_steps
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), nightly(2, 2)])
 def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(
     parts, tmp_path, pipeline, data
 ):

@@ -184,10 +184,12 @@ CASES = [
     Case(HOST, "connector"),
     Case(HOST, "LoRA", recompute=2),
     Case(PEERS_2, "last layer", "bfloat16", recompute=LAYERS),
+]
+MORE_CASES = [
     Case(BOTH, "LoRA and connector", streamed=2, recompute=1),
     Case(BOTH, "an MLP", "bfloat16"),
 ]
-MORE_CASES = [
+MORE_CASES += [
     Case(layout, trains, dtype, recompute, LAYERS)
     for i, layout in enumerate((HOST, PEERS_4, PEERS_2_OF_4, (1, 2, 1), (2, 1, 1), (3, 1, 1)))
     for j, trains in enumerate(TRAINS)

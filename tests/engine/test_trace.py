@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from rank_runs import train
 
 from mmtrain import launch
 from mmtrain.config.load import load_config
@@ -33,19 +32,8 @@ def no_calibration(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     """A run of four steps on two ranks with two stages each; its folder and what it printed."""
-    folder = tmp_path_factory.mktemp("traced")
-    command = [
-        sys.executable,
-        "-m",
-        "mmtrain.launch",
-        str(tiny / "config.yaml"),
-        "--trace",
-        "2",
-        f"run.dir={folder}",
-    ]
-    done = subprocess.run([*command, *RUN], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "tiny", done.stdout
+    run = train(tiny / "config.yaml", f"run.dir={tmp_path_factory.mktemp('traced')}", *RUN, trace=2)
+    return run.folder, run.printed
 
 
 @pytest.fixture(scope="module")

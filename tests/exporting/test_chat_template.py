@@ -162,7 +162,7 @@ def conversations():
         "</s>",
         "'\"",
     ]
-    for _ in range(150):
+    for _ in range(100):
         messages = []
         for number in range(draw.randint(1, 6)):
             usual = ("user", "assistant")[number % 2]

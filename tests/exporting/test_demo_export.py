@@ -37,7 +37,7 @@ def exported(run, demo_cache, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "demo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        assert run_export(run, "hf", out, "--verify", "32") == 0
+        assert run_export(run, "hf", out, "--verify", "8") == 0
     return out
 
 
@@ -50,7 +50,8 @@ def documents(run, demo_cache) -> list[Document]:
         source = Processor(config)
         catalog = load_catalog(config, [DataSet(expand_shards(config.eval.shards))])
     reader = Reader(catalog, 0)
-    return [source.read(reader, number) for number in range(len(catalog))]
+    count = config.eval.max_samples or len(catalog)
+    return [source.read(reader, number) for number in range(count)]
 
 
 def answers(document: Document) -> list[tuple[list[dict], list[int], list[int]]]:

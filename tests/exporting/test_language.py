@@ -12,6 +12,7 @@ import torch
 from chat_styles import STYLES
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiers import nightly
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from untrained_runs import (
@@ -56,9 +57,10 @@ def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(
         refuse_unfit_family(LLAVA, tmp_path / "llm")
 
 
-@pytest.mark.parametrize(
-    "family", ["mistral", "qwen3", "gemma", "glm4", "granite", "smollm3", "olmo2", "starcoder2"]
-)
+OTHERS = ("mistral", "glm4", "granite", "smollm3", "olmo2", "starcoder2")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", *map(nightly, OTHERS)])
 def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
     refuse_unfit_family(LLAVA, tmp_path / "llm")
@@ -68,7 +70,7 @@ def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     "keys",
     [
         (),
-        pytest.param(
+        nightly(
             (
                 *(
                     "model.projector.type=shuffle_linear",
@@ -76,8 +78,7 @@ def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
                     "data.image_fit=resize",
                 ),
                 *("model.vision.final_norm=true", "model.vision.select_layer=-1"),
-            ),
-            marks=pytest.mark.nightly,
+            )
         ),
     ],
     ids=["llava", "idefics3"],

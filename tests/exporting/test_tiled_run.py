@@ -16,9 +16,8 @@ from untrained_runs import run_export
 from mmtrain.api.generate import generate
 
 
-@pytest.mark.parametrize(
-    "layout", ["anyres", pytest.param("anyres_max_9", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
 def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
     tiny, tmp_path, monkeypatch, layout
 ):
@@ -26,7 +25,7 @@ def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
     keys = (
         "data.image_fit=null",
         "data.pack_length=512",
-        "parallel.pipeline=2",
+        "parallel.pipeline=1",
         "train.max_steps=2",
     )
     scored = (

@@ -2,6 +2,7 @@
 input.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
 from stock_encoders import DINO_SIZES, ENCODERS, HF_SIZES
+from tiers import nightly
 from transformers import (
     Dinov2Config,
     Dinov2Model,
@@ -170,8 +172,13 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
     return seen[0]
 
 
-@pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", [*TIMM, *OTHERS, *WITHOUT, "demo"])
+KINDS = [*TIMM, *OTHERS, *WITHOUT, "demo"]
+# Daily each kind at one of the two layers.
+AT_LAYERS = [*zip(KINDS, itertools.cycle((-1, -2)), strict=False)]
+AT_LAYERS += [nightly(kind, -3 - layer) for kind, layer in AT_LAYERS]
+
+
+@pytest.mark.parametrize(("kind", "select_layer"), AT_LAYERS)
 def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(
     encoders, tmp_path, kind, select_layer
 ):
@@ -188,9 +195,10 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(
         assert encoder.config["model_type"] == TIMM[kind][2]
 
 
-@pytest.mark.parametrize(
-    "kind", ["siglip", "dinov2", *(kind for kind in OTHERS if "clip" not in kind)]
-)
+NORMED = [kind for kind in OTHERS if "clip" not in kind]
+
+
+@pytest.mark.parametrize("kind", ["siglip", "dinov2", *map(nightly, NORMED)])
 def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what_was_trained_on(
     encoders, tmp_path, kind
 ):

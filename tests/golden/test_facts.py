@@ -13,7 +13,7 @@ def cases() -> Iterator:
     """Return each case with its golden file's name; those that take long are nightly."""
     for name in FACTS:
         for case, asked in CASES[name].items():
-            is_daily = name in ("order", "tokens") or "daily" in asked
+            is_daily = name == "tokens" or "daily" in asked
             yield pytest.param(name, case, marks=() if is_daily else pytest.mark.nightly)
 
 

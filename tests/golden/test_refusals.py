@@ -1,5 +1,5 @@
-"""Wrong input against its record: exit code, and the key, option or file that the message names,
-whatever its words.
+"""Wrong input against its record: exit code, and what the message must name: a key, an option, a
+file, advice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_wrong_input_is_refused_by_the_name_of_what_is_wrong(
     code = exit_code([filled(argument, places) for argument in case["argv"]])
     printed, message = capsys.readouterr()
     assert code == case["exit"], message or printed
-    assert "Traceback" not in message
+    assert "Traceback" not in message and "[A-Za-z" not in message and "{%]" not in message
     missing = [word for word in case["words"] if filled(word, places) not in message]
     assert missing == [], f"not named in: {message}"
     assert list(tmp_path.rglob("*.*")) == [], "something was written"

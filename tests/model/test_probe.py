@@ -189,6 +189,7 @@ def records() -> list[dict]:
     return [json.loads(file.read_text()) for file in sorted(cache_folder("probe").glob("*.json"))]
 
 
+@pytest.mark.nightly
 def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path, monkeypatch):
     path = write_config(
         tmp_path,
@@ -210,6 +211,7 @@ def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path, monkeypat
     assert len(records()) == 1
 
 
+@pytest.mark.nightly
 def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(tmp_path):
     # its attention computes with the mask
     path = write_config(tmp_path, "doge", num_hidden_layers=4)
@@ -220,6 +222,7 @@ def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(
     assert records() == []
 
 
+@pytest.mark.slow
 def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"^xglm cannot be staged: every stage would need its model\.layer_norm$"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_up_costs import made_up_calibration, made_up_measures
+from sweeps import sweep
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.keys import ELEMENT, EntersCalibration, all_fields, marked, section_of
@@ -29,6 +30,8 @@ from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import Plan, render
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import MessageCost
+
+pytestmark = pytest.mark.slow
 
 DEVICE = Device("Abacus 9000", 4, 2)
 
@@ -79,16 +82,23 @@ def test_a_calibration_that_was_saved_is_found_and_read_back(config, cache) -> N
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "data.pack_length=1024",
-        "train.packs_per_microbatch=2",
-        "data.expected_text_tokens=81",
-        "data.expected_supervised_fraction=0.2",
-        "model.trainable=[projector, llm.layers.31]",
-        "model.llm.path=lmsys/vicuna-13b-v1.5",
-        "model.llm.dtype=float32",
-        "model.vision.select_layer=-1",
-    ],
+    sweep(
+        (
+            "data.pack_length=1024",
+            "train.packs_per_microbatch=2",
+            "data.expected_text_tokens=81",
+            "data.expected_supervised_fraction=0.2",
+            "model.trainable=[projector, llm.layers.31]",
+            "model.llm.path=lmsys/vicuna-13b-v1.5",
+            "model.llm.dtype=float32",
+            "model.vision.select_layer=-1",
+        ),
+        (
+            "data.pack_length=1024",
+            "model.trainable=[projector, llm.layers.31]",
+            "model.llm.dtype=float32",
+        ),
+    ),
 )
 def test_a_calibration_is_for_one_run_and_one_device(tmp_path, cache, override) -> None:
     config, changed = make_config(tmp_path), make_config(tmp_path, override)

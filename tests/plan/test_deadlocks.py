@@ -29,6 +29,8 @@ from mmtrain.plan.schedule import (
     training_schedule,
 )
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
     Ordering.LAUNCH_ORDER: (
@@ -77,7 +79,7 @@ def made_up_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int
 @pytest.fixture(
     scope="module",
     params=[
-        ((2, 3, 4), (1, 3, 7)),
+        ((2, 3, 4), (1, 5)),
         pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
     ],
 )

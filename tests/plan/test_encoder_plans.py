@@ -19,6 +19,8 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts
 
+pytestmark = pytest.mark.slow
+
 INTERN_20B, INTERN_72B, SIGLIP = (
     "InternViT-6B + InternLM2-20B",
     "InternViT-6B + Qwen2.5-72B",
@@ -35,7 +37,7 @@ nightly = pytest.mark.nightly
         pytest.param(INTERN_72B, 16, 1.07, 1.04, marks=nightly),
         pytest.param(INTERN_72B, 32, 1.07, 1.04, marks=nightly),
         pytest.param(SIGLIP, 16, 1.19, 1.05, marks=nightly),
-        (SIGLIP, 32, 1.11, 1.05),
+        pytest.param(SIGLIP, 32, 1.11, 1.05, marks=nightly),
     ],
 )
 def test_a_pipeline_of_8_takes_little_longer_than_its_work(
@@ -96,6 +98,7 @@ def test_slices_are_never_slower_than_rank_0_alone_in_200_runs() -> None:
     assert len(found) >= 200 and sum(sliced for sliced, _ in found) > 20
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> None:
     found, refused = [], 0
     for number in range(16):

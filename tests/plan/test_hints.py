@@ -78,22 +78,30 @@ def plan_with(file: str | Path, overrides: Sequence[str], hint: Sequence[str]) -
         ),
         # the encoder, whose activations stage 0 keeps for as many micro-batches as there are ranks
         (DEMO, 0.024, [*ENCODER, "parallel.pipeline=4"], "parallel.pipeline=2 parallel.data=2"),
-        (
+        pytest.param(
             "vicuna",
             11,
             [*ENCODER, LONG],
             "data.pack_length=2048 train.packs_per_step=32 parallel.streamed_layers=auto",
+            marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "vicuna",
             24,
             [*ENCODER, "parallel.pipeline=16", LONG],
             "parallel.pipeline=4 parallel.data=4",
+            marks=pytest.mark.nightly,
         ),
         # everything
         (DEMO, 0.024, [*ALL, "parallel.pipeline=1"], "parallel.pipeline=2"),
         (DEMO, 0.012, [*ALL, "parallel.pipeline=4", "parallel.data=2"], ""),
-        ("vicuna", 29.5, [*ALL, "parallel.pipeline=4"], "parallel.pipeline=8"),
+        pytest.param(
+            "vicuna",
+            29.5,
+            [*ALL, "parallel.pipeline=4"],
+            "parallel.pipeline=8",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_with_the_first_hint_a_run_fits(vicuna, model, gib, overrides, first_hint):

@@ -4,12 +4,14 @@ go through.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fronts import bytes_of_front, front_of
 from scenes import NATIVE, make_config, native_keys, save_native_vision, save_parts
+from sweeps import sweep
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +21,10 @@ from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = {"naflex": "vision.encoder.layers.2", "qwen": "vision.blocks.2"}
+CASES = sweep(itertools.product(NATIVE, (False, True)), [("naflex", False), ("qwen", True)])
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +58,7 @@ def native_config(
     )
 
 
-@pytest.mark.parametrize("kind", NATIVE)
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("kind", "trains"), CASES)
 def test_encoder_and_front_cost_the_flops_that_torch_counts(parts, kind, trains):
     config = native_config(parts, kind, *([BLOCKS[kind]] if trains else []))
     models, front = models_of(config), front_of(config)
@@ -68,8 +72,7 @@ def test_encoder_and_front_cost_the_flops_that_torch_counts(parts, kind, trains)
     assert planned == pytest.approx(counted.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("kind", NATIVE)
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("kind", "trains"), CASES)
 def test_the_front_holds_the_bytes_that_are_planned(parts, kind, trains):
     config = native_config(parts, kind, *([BLOCKS[kind]] if trains else []), positions=300)
     planned, front = run_costs(config, models_of(config)), front_of(config)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from schedule_check import check_schedule
+from sweeps import sweep
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.load import load_config
+from mmtrain.config.load import example_names, load_config
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
@@ -24,7 +25,25 @@ from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
 
 ROOT = Path(__file__).parent.parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = example_names()
+DAILY = (
+    *(
+        "llava_pp4",
+        "demo_lora",
+        "demo_native",
+        "demo_sheet",
+        "demo_text",
+        "llava15_hf_lora",
+        "smolvlm_256m_lora",
+    ),
+    *(
+        "naflex_lfm2_1b",
+        "qwen25_32b_1x24gb",
+        "qwen25_72b_pp8_dp2",
+        "qwen3_vl_vit_mistral_7b",
+        "rice_qwen3_8b",
+    ),
+)
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 
 
@@ -58,9 +77,9 @@ def sentences(plan: Plan) -> str:
 # ---- plans of real shapes
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_shipped_config_plans(file: Path) -> None:
-    config = load_config(file)
+@pytest.mark.parametrize("name", sweep(CONFIGS, DAILY))
+def test_every_shipped_config_plans(name: str) -> None:
+    config = load_config(f"example:{name}")
     plan = make_plan(config)
     table = render(plan)
     llm = llm_shape(config.model.llm.path)

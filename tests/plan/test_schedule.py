@@ -10,6 +10,7 @@ import random
 import pytest
 from made_up_steps import ahead_along, chains, made_up_step
 from schedule_check import ahead_of, check_prelude, check_schedule
+from sweeps import sweep
 
 from mmtrain.plan.instructions import COMPUTES, Instruction, Op, Schedule
 from mmtrain.plan.schedule import (
@@ -85,7 +86,7 @@ def schedules(pipeline: int):
                 yield microbatches, stages_per_rank, first
 
 
-RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (5, 6))]
+RANKS = sweep(range(1, 7), (1, 2, 3))
 
 
 @pytest.mark.parametrize("pipeline", RANKS)

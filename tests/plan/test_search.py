@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from made_up_costs import equal_costs, made_up_costs
 from schedule_check import check_schedule
+from sweeps import sweep
 
 from mmtrain.plan.cuts import (
     SIMULATED_INSTRUCTIONS,
@@ -22,6 +23,8 @@ from mmtrain.plan.cuts import (
 from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.simulate import Program, Simulation, instants, peak, simulate
 from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts
+
+pytestmark = pytest.mark.slow
 
 
 def all_cuts(layers: int, stages: int) -> Iterator[Cut]:
@@ -149,6 +152,7 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
     assert min(seen) >= 5, seen
 
 
+@pytest.mark.nightly
 def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
     """80 decoder layers on 8 ranks, 32 micro-batches: some seconds of Python, whatever the
     costs.
@@ -167,8 +171,8 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
     assert simulated <= 2 * SIMULATED_INSTRUCTIONS
 
 
-@pytest.mark.parametrize("layers", [6, 40])
-@pytest.mark.parametrize("stages_per_rank", ["auto", 2])
+@pytest.mark.parametrize("layers", sweep([6, 40], [6]))
+@pytest.mark.parametrize("stages_per_rank", sweep(["auto", 2], ["auto"]))
 def test_a_layout_is_found_however_many_micro_batches_a_step_has(
     monkeypatch, layers, stages_per_rank
 ) -> None:

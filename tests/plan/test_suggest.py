@@ -4,12 +4,14 @@ changes or fits.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_up_costs import made_up_calibration
+from sweeps import sweep
 
 from mmtrain.base.errors import UserError
 from mmtrain.cli import plan as plan_command
@@ -30,6 +32,8 @@ from mmtrain.plan.suggest import (
     render_suggestion,
     suggest,
 )
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER
@@ -62,6 +66,11 @@ def of_two(config_file) -> Suggestion:
     return suggest(load_config(config_file), 2)
 
 
+@pytest.fixture(scope="module")
+def of_demo() -> Suggestion:
+    return suggest(demo(), 2)
+
+
 def step_seconds(plan: Plan) -> float:
     return simulate(Program(plan.schedule), plan.seconds).seconds
 
@@ -89,17 +98,16 @@ def text(suggestion: Suggestion) -> str:
 # ---- what is suggested
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 6])
-@pytest.mark.parametrize("gib", [0.018, 0.03])
-def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
+@pytest.mark.parametrize(
+    ("gib", "devices"), sweep(itertools.product((0.018, 0.03), (1, 2, 4, 6)), [(0.018, 2)])
+)
+def test_the_best_layout_is_as_fast_as_the_fastest_of_all(gib, devices) -> None:
     config = demo(f"parallel.device_memory_gib={gib}")
     suggestion = suggest(config, devices)
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
 
 
-@pytest.mark.parametrize(
-    "devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
-)
+@pytest.mark.parametrize("devices", sweep((1, 2, 4), (1,)))
 def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(
     config_file, devices
 ) -> None:
@@ -113,6 +121,7 @@ def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all
     )
 
 
+@pytest.mark.nightly
 def test_every_layout_is_what_its_overrides_plan(config_file, of_two) -> None:
     assert len(of_two.layouts) > 2
     for layout in of_two.layouts:
@@ -158,6 +167,7 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
         )
 
 
+@pytest.mark.nightly
 def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two) -> None:
     of_fewer_bits = [layout.size.source in BITS for layout in of_two.layouts]
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
@@ -166,7 +176,7 @@ def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two)
     assert "nf4 and int8: a quantised LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
 
 
-def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:
+def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said(of_demo) -> None:
     by_hand = [
         "parallel.boundaries=[1, 2, 3]",
         "parallel.recompute_layers=[1, 1, 1, 1]",
@@ -187,9 +197,7 @@ def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> No
         suggestion
     )
     assert step_seconds(make_plan(demo(*by_hand, *as_options(best.overrides)))) == best.step_seconds
-    assert [x.step_seconds for x in suggestion.layouts] == [
-        x.step_seconds for x in suggest(demo(), 2).layouts
-    ]
+    assert [x.step_seconds for x in suggestion.layouts] == [x.step_seconds for x in of_demo.layouts]
 
 
 def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(
@@ -229,6 +237,7 @@ def test_work_is_bounded_by_plans_and_the_text_says_how_many_were_tried(monkeypa
 # ---- the text
 
 
+@pytest.mark.nightly
 def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> None:
     lines = render_suggestion(of_two)
     assert max(map(len, lines)) <= 80
@@ -244,14 +253,10 @@ def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(of_two) -> 
     )
 
 
-def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
-    suggestion = suggest(demo(), 2)
+def test_overrides_that_are_too_long_go_on_behind_a_backslash(of_demo) -> None:
     long = {f"parallel.{'x' * 20}{i}": None for i in range(9)}
-    layouts = (
-        replace(suggestion.layouts[0], overrides=long),
-        replace(suggestion.layouts[0], overrides={}),
-    )
-    lines = render_suggestion(replace(suggestion, layouts=layouts))
+    layouts = replace(of_demo.layouts[0], overrides=long), replace(of_demo.layouts[0], overrides={})
+    lines = render_suggestion(replace(of_demo, layouts=layouts))
     assert max(map(len, lines)) <= 80
     first = lines.index("append to CONFIG for layout 1:") + 1
     pasted = "\n".join(lines[first : lines.index("for the other layouts:")]).replace("\\\n", "")
@@ -259,23 +264,21 @@ def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
     assert lines[-1] == "  2: (nothing: CONFIG has this layout)"
 
 
-@pytest.mark.parametrize(
-    ("devices", "longest"), [(1, {}), (100_000, {"memory_bytes": 2**50, "step_seconds": 1e6})]
-)
-def test_the_text_fits_80_columns(devices, longest) -> None:
+def test_the_text_fits_80_columns() -> None:
     suggestion = suggest(demo("parallel.device_memory_gib=0.018", "train.packs_per_step=8"), 4)
-    size = Size(1000, 10_000, 100_000, "peers", 8)
-    layouts = tuple(
-        replace(x, **longest, size=size if longest else x.size) for x in suggestion.layouts
-    )
-    assert (
-        max(map(len, render_suggestion(replace(suggestion, devices=devices, layouts=layouts))))
-        <= 80
-    )
-    measured = replace(
-        suggestion, measured_on="A" * 60, not_measured=7, not_tried=3, layouts=layouts
-    )
-    assert max(map(len, render_suggestion(measured))) <= 80
+    wide = {
+        "size": Size(1000, 10_000, 100_000, "peers", 8),
+        "memory_bytes": 2**50,
+        "step_seconds": 1e6,
+    }
+    for devices, longest in ((1, {}), (100_000, wide)):
+        layouts = tuple(replace(layout, **longest) for layout in suggestion.layouts)
+        changed = replace(suggestion, devices=devices, layouts=layouts)
+        assert max(map(len, render_suggestion(changed))) <= 80
+        measured = replace(
+            suggestion, measured_on="A" * 60, not_measured=7, not_tried=3, layouts=layouts
+        )
+        assert max(map(len, render_suggestion(measured))) <= 80
 
 
 # ---- what cannot be suggested

@@ -4,6 +4,7 @@ said of an image.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from fronts import bytes_of_front, front_of
 from scenes import make_config
+from sweeps import sweep
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -25,6 +27,8 @@ from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan, models_of
+
+pytestmark = pytest.mark.slow
 
 POSITIONS = 4  # of a tile: IMAGE_SIZE of tests/scenes.py in patches of 8 pixels
 # Of an image: 12 tiles and the whole; LLaVA-NeXT's largest grid; a grid of 12 that is interpolated.
@@ -78,8 +82,9 @@ def test_encoder_and_front_cost_the_flops_that_torch_counts(
 LARGE = {"tiles": (13, 13 * 64), "anyres": (5, 64 + 16 * 17), "anyres_max_9": (13, 64 + 20 * 28)}
 
 
-@pytest.mark.parametrize("layout", LARGE)
-@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize(
+    ("layout", "documents"), sweep(itertools.product(LARGE, (1, 3)), [("tiles", 1), ("anyres", 3)])
+)
 def test_the_front_holds_the_bytes_that_are_planned(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, documents: int
 ) -> None:

@@ -218,6 +218,7 @@ sys.meta_path.insert(0, Watch())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.gpu(fake=True)
 def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, tmp_path):
     told = tmp_path / "told"

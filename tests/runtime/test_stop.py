@@ -92,11 +92,12 @@ def test_without_a_launcher_the_first_sigterm_asks_and_the_second_ends(start):
 
 
 def test_sigusr1_asks_however_often_it_comes(file, start):
-    for rank in (start(None), start(file)):
+    alone, launched = ranks = (start(None), start(file))
+    for rank in ranks:
         rank.signal(signal.SIGUSR1)
         assert rank.is_asked()
         rank.signal(signal.SIGUSR1)
-        assert rank.lives_on()
+    assert alone.lives_on() and launched.process.poll() is None
 
 
 @pytest.mark.parametrize("how", ["listens", "deaf"])

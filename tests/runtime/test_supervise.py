@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from gpu_ranks import let_programs_use_gpus
 from processes import Command, running, wait_for
+from sweeps import sweep
 
 from mmtrain.runtime.child import python_child
 
@@ -20,7 +23,10 @@ WATCHDOGS = {
     "watchdog": "Watchdog caught collective operation timeout: WorkNCCL(",
     "watchdog of NCCL2": "Operation timed out after 4000 ms\n",
 }
-WAYS = ("children left", "raise", "wrong input", "exit", "hang", *WATCHDOGS)
+WAYS = sweep(
+    ("children left", "raise", "wrong input", "exit", "hang", *WATCHDOGS),
+    ("children left", "raise"),
+)
 
 
 class Outcome:
@@ -35,19 +41,20 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, Outcome]:
-    """All ways, run at once: most of their time is imports."""
-    folder = tmp_path_factory.mktemp("supervise")
-    commands = {how: Command([SCRIPT, how, folder / how], folder) for how in WAYS}
-    try:
-        return {how: Outcome(command, folder / how) for how, command in commands.items()}
-    finally:
-        for command in commands.values():
-            command.kill()
+def ended(tmp_path_factory) -> Callable[[str], Outcome]:
+    """Run failing_ranks.py once for each way that tests ask about."""
+
+    @functools.cache
+    def ended(how: str) -> Outcome:
+        folder = tmp_path_factory.mktemp("supervise")
+        with running([SCRIPT, how, folder / "run"], folder) as command:
+            return Outcome(command, folder / "run")
+
+    return ended
 
 
-def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
-    good = outcomes["children left"]
+def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(ended):
+    good = ended("children left")
     assert good.exit_code == 0
     assert (good.stdout, good.stderr) == ("to the console\nshown\n", "")
     assert "[rank 1] shown" in good.log.splitlines(), (
@@ -84,7 +91,9 @@ print("seconds", time.process_time() - begin)
     [
         "from mmtrain.runtime.supervise import set_rank_environment; "
         "set_rank_environment(2, on_gpus=False)",
-        "from mmtrain.__main__ import main; main(['plan', '--help'])",
+        pytest.param(
+            "from mmtrain.__main__ import main; main(['plan', '--help'])", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_threads_that_wait_for_the_next_parallel_region_leave_their_core_to_others(
@@ -100,8 +109,8 @@ def test_threads_that_wait_for_the_next_parallel_region_leave_their_core_to_othe
     assert float(ran.stdout.split()[-1]) < 0.05
 
 
-def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
-    lines = outcomes["children left"].log.splitlines()
+def test_everything_else_is_in_the_log_with_its_rank_in_front(ended):
+    lines = ended("children left").log.splitlines()
     for rank in (0, 1):
         assert f"[rank {rank}] printed" in lines
         assert f"[rank {rank}] logged" in lines
@@ -114,12 +123,12 @@ def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_no_process_is_left(outcomes, how):
-    assert outcomes[how].seconds_until_gone < 5
+def test_no_process_is_left(ended, how):
+    assert ended(how).seconds_until_gone < 5
 
 
-def test_an_exception_names_the_rank_that_raised_it_and_not_its_victim(outcomes):
-    failed = outcomes["raise"]
+def test_an_exception_names_the_rank_that_raised_it_and_not_its_victim(ended):
+    failed = ended("raise")
     assert failed.exit_code == 1
     assert failed.stderr == (
         "rank 1 (stage 1) failed in step 5 (counted from 0), at ALL_REDUCE: ValueError: "
@@ -135,21 +144,24 @@ def line_of(text: str) -> int:
     )
 
 
-def test_wrong_input_found_by_a_rank_is_exit_code_2_and_its_message_alone(outcomes):
-    failed = outcomes["wrong input"]
+@pytest.mark.nightly
+def test_wrong_input_found_by_a_rank_is_exit_code_2_and_its_message_alone(ended):
+    failed = ended("wrong input")
     assert (failed.exit_code, failed.stderr) == (2, "this file is damaged: make it anew\n")
 
 
-def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code(outcomes):
-    failed = outcomes["exit"]
+@pytest.mark.nightly
+def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code(ended):
+    failed = ended("exit")
     assert failed.exit_code == 1
     assert failed.stderr.startswith(
         "rank 1 (stage 1) ended with exit code 7 in step 5 (counted from 0), at ALL_REDUCE\n"
     )
 
 
-def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
-    failed = outcomes["hang"]
+@pytest.mark.nightly
+def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(ended):
+    failed = ended("hang")
     assert failed.exit_code == 1
     assert failed.stderr.startswith(
         "rank 0 (stage 0) lost its connection to another rank in step 5"
@@ -157,9 +169,10 @@ def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", WATCHDOGS)
-def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(outcomes, how):
-    failed = outcomes[how]
+def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(ended, how):
+    failed = ended(how)
     assert failed.exit_code == 1
     assert failed.stderr.startswith(
         "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), "
@@ -168,22 +181,26 @@ def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(o
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
-def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
+@pytest.mark.nightly
+def test_a_dead_rank_is_written_down_without_importing_half_of_torch(ended):
     """torch's formatter would; the job would end seconds later."""
     assert (
         "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode"
-        in outcomes["exit"].log
+        in ended("exit").log
     )
 
 
 @pytest.mark.parametrize(
     ("how", "number", "name"),
-    [
-        ("stuck", signal.SIGTERM, "SIGTERM"),
-        ("stuck", signal.SIGINT, "Ctrl-C"),
-        # tools/bench/bench.py: the first one is enough
-        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),
-    ],
+    sweep(
+        (
+            ("stuck", signal.SIGTERM, "SIGTERM"),
+            ("stuck", signal.SIGINT, "Ctrl-C"),
+            # tools/bench/bench.py: the first one is enough
+            ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),
+        ),
+        [("stuck", signal.SIGINT, "Ctrl-C")],
+    ),
 )
 def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
     with running([SCRIPT, how, tmp_path / "run"], tmp_path) as command:

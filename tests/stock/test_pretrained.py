@@ -20,6 +20,7 @@ import transformers
 import whole_models
 import yaml
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
 from torch.nn.functional import cross_entropy
 from transformers import (
     CONFIG_MAPPING,
@@ -135,6 +136,9 @@ COMPLETED |= {
         None,
     ),
 }
+DAILY = (
+    *("llava", "llava_onevision", "perception_lm", "pixtral", "lfm2_vl", "hyperclovax", "qwen3_vl"),
+)
 
 
 class Made(NamedTuple):
@@ -160,6 +164,7 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
 
     def load(whole: Path, *overrides: str, **model: Any) -> RunConfig:
         content = yaml.safe_load((tiny / "config.yaml").read_text())
+        content["parallel"]["pipeline"] = 1
         content["model"] = {"pretrained": str(whole), "llm": {"dtype": "float32"}, **model}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
         return mmtrain.load_config(tmp_path / "config.yaml", overrides)
@@ -167,7 +172,7 @@ def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
     return load
 
 
-@pytest.mark.parametrize("kind", COMPLETED)
+@pytest.mark.parametrize("kind", sweep(COMPLETED, DAILY))
 def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(
     make, configured, tmp_path, kind
 ):
@@ -213,7 +218,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(
 
 
 # their LLMs have no own class
-@pytest.mark.parametrize("kind", [kind for kind in COMPLETED if kind not in MROPE])
+@pytest.mark.parametrize("kind", sweep(COMPLETED.keys() - MROPE.keys(), DAILY))
 def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(
     make, configured, tmp_path, kind
 ):
@@ -264,7 +269,7 @@ def test_that_smolvlms_tiles_are_left_aside_is_said(make, configured, tmp_path, 
 # ---- the LLM alone, the encoder alone
 
 
-@pytest.mark.parametrize("kind", WHOLES)
+@pytest.mark.parametrize("kind", sweep(WHOLES, DAILY))
 def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kind):
     folder = make(kind).folder
     stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -796,7 +801,9 @@ def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
-@pytest.mark.parametrize("kind", ["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"])
+@pytest.mark.parametrize(
+    "kind", sweep(["aya_vision", "hyperclovax", "lfm2_vl", "pixtral"], ["pixtral"])
+)
 def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(
     make, configured, tmp_path, kind, file
 ):

@@ -1,14 +1,10 @@
-"""The whole run through the command line: the same training and the same projector, whatever the
-layout.
-"""
+"""The whole run: the same training and the same projector, whatever the layout."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -29,17 +25,9 @@ TRAIN_KEYS = (
 )
 
 
-def launch(file, *overrides):
-    """`mmtrain train` in processes of its own, to its end."""
-    command = [sys.executable, "-m", "mmtrain.launch", str(file), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def runs(tiny, make_tiny, tmp_path_factory):
-    """Folder and console of a run in each layout; the one at pipeline 4 by the command line."""
+    """Folder and console of a run at pipeline 1 and 2."""
     folder = tmp_path_factory.mktemp("runs")
     held_out = make_tiny.make_tiny_shards(
         folder / "held", samples=14, shards=2, text_only_fraction=0.2, seed=1
@@ -53,16 +41,14 @@ def runs(tiny, make_tiny, tmp_path_factory):
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
-        for pipeline, data in ((1, 1), (4, 1)):
-            name = f"pp{pipeline}dp{data}"
-            here = (
+        for pipeline in (1, 2):
+            run = train(
+                tiny / "config.yaml",
                 *options,
-                f"run.name={name}",
+                f"run.name=pp{pipeline}",
                 f"parallel.pipeline={pipeline}",
-                f"parallel.data={data}",
             )
-            start = launch if pipeline == 4 else lambda *arguments: train(*arguments).printed
-            runs[pipeline, data] = (folder / name, start(tiny / "config.yaml", *here))
+            runs[pipeline] = (run.folder, run.printed)
     return runs
 
 
@@ -72,7 +58,7 @@ def metrics(run, *kinds):
 
 
 def test_a_pipeline_trains_as_one_process_does(runs):
-    whole, cut = metrics(runs[1, 1], "train"), metrics(runs[4, 1], "train")
+    whole, cut = metrics(runs[1], "train"), metrics(runs[2], "train")
     assert len(whole) == len(cut) == STEPS
     same = [key for key in TRAIN_KEYS.split() if key not in ("loss", "grad_norm", *MEASURED)]
     for a, b in zip(whole, cut, strict=True):
@@ -93,9 +79,9 @@ def test_a_pipeline_trains_as_one_process_does(runs):
 EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds time"
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (4, 1)])
-def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs, layout):
-    lines = metrics(runs[layout], "train", "eval", "eval_permuted")
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs, pipeline):
+    lines = metrics(runs[pipeline], "train", "eval", "eval_permuted")
     assert [(line["kind"], line["step"]) for line in lines] == [
         *(("eval", 0), ("train", 0), ("train", 1)),
         *(("eval", 2), ("train", 2), ("train", 3)),
@@ -114,26 +100,12 @@ def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs,
     first, between, last, control = (line for line in lines if line["kind"] != "train")
     assert last["loss"] < between["loss"] < first["loss"] and control["loss"] != last["loss"]
     for line, other in zip(
-        (first, between, last, control), metrics(runs[1, 1], "eval", "eval_permuted"), strict=True
+        (first, between, last, control), metrics(runs[1], "eval", "eval_permuted"), strict=True
     ):
         assert line["samples"] == line["answers"] == 14
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert line["token_accuracy"] == pytest.approx(other["token_accuracy"], abs=0.01)
         assert line["exact_match"] == other["exact_match"]
-
-
-def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(runs):
-    folder, printed = runs[4, 1]
-    before = printed.partition("step 1/")[0].splitlines()
-    assert len(before) <= 8
-    plan = json.loads((folder / "plan.json").read_text())
-    parameters = sum(rank["trainable"] for rank in plan["ranks"])
-    assert before[0].endswith(f"{parameters:,} parameters train (projector), all else is frozen")
-    assert before[1].startswith("4 ranks (pipeline 4 x data 1), at most ")
-    assert before[2].startswith("data: ") and "; held out: " in before[2]
-    assert before[3].startswith(f"results: {folder} ")
-    log = (folder / "log.txt").read_text()
-    assert "[launcher] rank stage layers" in log and "[launcher] data.shards: format llava" in log
 
 
 def test_the_console_tells_scores_control_and_answers(runs):
@@ -176,17 +148,13 @@ def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
 
 @pytest.mark.cpu_ranks
 def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
-    for (pipeline, data), (folder, _) in runs.items():
+    for pipeline, (folder, _) in runs.items():
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         times = [line["time"] for line in lines]
         assert times == sorted(times) and times[0] > 1.7e9
         assert list(lines[0]) == ["kind", "step", "backend", "versions", "device", "ranks", "time"]
         assert lines[0]["backend"] == "ProcessGroupGloo"
-        assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == (
-            "begin",
-            0,
-            pipeline * data,
-        )
+        assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == ("begin", 0, pipeline)
         assert (
             lines[0]["versions"]["torch"] == importlib.metadata.version("torch")
             and "cores" in lines[0]["device"]
@@ -207,16 +175,15 @@ def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
         del record["time"]
         assert record == {"kind": "attention", "step": 0, "ways": [way | {"ranks": ranks}]}
         assert "attention: " not in printed
-    assert "[rank 0] attention: documents one by one" in (runs[4, 1][0] / "log.txt").read_text()
 
 
-def test_updates_verified_on_each_device_name_one_trained_rank_and_three_explicit_no_ops(runs):
-    folder, printed = runs[4, 1]
+def test_updates_verified_on_each_device_name_the_trained_rank_and_the_explicit_no_op(runs):
+    folder, printed = runs[2]
     audit = json.loads((folder / "audit.json").read_text())
     plan = json.loads((folder / "plan.json").read_text())
     assert audit["passed"]
-    assert [rank["optimizer"] for rank in audit["ranks"]] == ["AdamW", "NoOp", "NoOp", "NoOp"]
-    assert [rank["optimizer"] for rank in plan["ranks"]] == ["AdamW", "NoOp", "NoOp", "NoOp"]
+    assert [rank["optimizer"] for rank in audit["ranks"]] == ["AdamW", "NoOp"]
+    assert [rank["optimizer"] for rank in plan["ranks"]] == ["AdamW", "NoOp"]
     for audited, planned in zip(audit["ranks"], plan["ranks"], strict=True):
         frozen = audited["frozen"]
         assert frozen["fingerprint_before"] == frozen["fingerprint_after"] and frozen["tensors"] > 0
@@ -226,7 +193,6 @@ def test_updates_verified_on_each_device_name_one_trained_rank_and_three_explici
         )
     for said in ("audit passed: 4 of 4 trainable tensors moved", f"step {STEPS}/{STEPS}", "saved "):
         assert said in printed
-    assert len(printed.splitlines()) < 60, "library chatter belongs into log.txt"
 
 
 def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_for_them(

@@ -33,6 +33,7 @@ STEPS = 5
 ALL = "run.report_to=[tensorboard,wandb,csv]"
 RUN = (
     f"train.max_steps={STEPS}",
+    "parallel.pipeline=1",
     "parallel.threads_per_rank=1",
     "eval.fraction=0.2",
     "eval.every_steps=2",

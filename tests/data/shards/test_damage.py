@@ -40,6 +40,8 @@ from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import Square
 from mmtrain.layouts.tiles import Tiles
 
+pytestmark = pytest.mark.slow
+
 TEXT = "f" * 16  # the fingerprint of the texts' lengths
 LONG = "folder/" + "k" * 120  # its name needs a pax header
 SIDE = 28  # pixels of a tile
@@ -255,7 +257,7 @@ def places_of(value: Any) -> list[tuple[Any, Any]]:
     return found + [place for key in keys for place in places_of(value[key])]
 
 
-@examples(200)
+@examples(100)
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS))
 def test_an_index_that_somebody_made_up_is_refused_or_costs_samples(sound, tokenizer, data, layout):
     sound.path.write_bytes(sound.tar)

@@ -19,6 +19,8 @@ from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
+pytestmark = pytest.mark.slow
+
 LLM = "demo:llm"
 PNG = picture(5, 4)
 FINGERPRINTS = {
@@ -270,6 +272,7 @@ def stopped_with_children(process: subprocess.Popen) -> list[int]:
     return children(process.pid)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_from_outside_it_leaves_whole_indexes_and_no_process(tars):
     build_indexes(tars, LLM, "plain", workers=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from archives import conversation, write_tar
 from PIL import Image
+from sweeps import sweep
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -20,6 +21,8 @@ from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.registry import LAYOUTS
+
+pytestmark = pytest.mark.slow
 
 SIZED = ["tiles", "anyres", "anyres_max_9"]
 SIDE, POSITIONS = 32, 16  # of the tiny encoder's square
@@ -132,7 +135,7 @@ def test_order_and_pixels_depend_on_neither_replicas_nor_workers_nor_where_a_run
         same(one, other)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", sweep((0, 2), (0,)))
 def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(
     tiny, mixed, tmp_path, workers
 ):

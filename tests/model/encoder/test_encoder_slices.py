@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from scenes import as_batch, images, make_config, make_document, perturb
 from stock_encoders import ENCODERS, TEXT
+from sweeps import sweep
 from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
 from untrained_runs import make_tower
 
@@ -32,6 +33,8 @@ from mmtrain.model.weights.files import open_tensors
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.planner import make_plan
 
+pytestmark = pytest.mark.slow
+
 DEPTH = 4
 # Kinds of timm ViTs that differ in what stands around and between blocks.
 TIMM = {
@@ -45,7 +48,7 @@ TIMM = {
     "dinov2_timm": "vit_small_patch14_reg4_dinov2",
     "beit": "beitv2_base_patch16_224",
 }
-EVERY_DAY = ("internvl", "wrapped_timm", "pickled_clip")
+EVERY_DAY = ("internvl", "pickled_clip")
 MADE_UP_DAILY = (TIMM["dinov3_timm"], "siglip")
 # A timm ViT in a whole model of transformers.
 SIZES = {
@@ -58,7 +61,6 @@ SIZES = {
 }
 WRAPPED = {"model_type": "timm_wrapper", "architecture": TIMM["vit_timm"], "model_args": SIZES}
 LLM = {"model_type": "llama", "head_dim": 8, **TEXT}
-nightly = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +100,7 @@ def sliced(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *EVERY_DAY,
-        *(
-            pytest.param(kind, marks=nightly)
-            for kind in (*TIMM, *ENCODERS)
-            if kind not in EVERY_DAY
-        ),
-    ],
+    "kind", sweep((*TIMM, *ENCODERS, "wrapped_timm", "pickled_clip"), EVERY_DAY)
 )
 def test_slices_are_the_whole_encoder_to_the_bit(encoder, kind):
     folder, pixels = encoder(kind), images(28)
@@ -249,7 +243,7 @@ def probed(tmp_path: Path, name: object, **settings) -> None:
     probe_encoder(make_config(tmp_path, model__vision={"name": str(name), **settings}))
 
 
-@nightly  # daily, runs in slices begin with it
+@pytest.mark.nightly  # daily, runs in slices begin with it
 @pytest.mark.parametrize("kind", ["eva02", "internvit"])
 def test_the_probe_passes_what_can_be_sliced_and_remembers_it(
     encoder, tmp_path, monkeypatch, own_cache, kind
@@ -315,10 +309,7 @@ MORE_TIMM = ("deit_tiny_distilled_patch16_224", "vit_srelpos_small_patch16_224",
 EVERY_MADE_UP = (*TIMM.values(), *MORE_TIMM, *ENCODERS)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in MADE_UP_DAILY else nightly) for kind in EVERY_MADE_UP],
-)
+@pytest.mark.parametrize("kind", sweep(EVERY_MADE_UP, MADE_UP_DAILY))
 def test_slices_of_a_made_up_encoder_differ_by_nothing(encoder, kind):
     name = str(encoder(kind)) if kind in ENCODERS else kind
     tower = made_up_encoder(name, torch.float32, False, probe.BLOCKS)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from scenes import perturb
 from stock_encoders import NATIVE_SIZES, QWEN_SIZES, TABLE, WINDOWS
+from sweeps import sweep
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
@@ -24,6 +25,8 @@ from mmtrain.model.encoder.moonvit import MoonViTConfig, MoonViTModel
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged
 from mmtrain.model.encoder.vision import load_vision, made_up_encoder, model_class
 from mmtrain.model.encoder.vision_tower import slices_difference
+
+pytestmark = pytest.mark.slow
 
 PATCH = 7
 GRIDS = ((2, 3), (1, 4), (2, 3), (3, 1))  # of cells
@@ -62,6 +65,10 @@ CASES = [  # encoder, positions a side of a cell, whether its own merger runs
     *((kind, factor, False) for kind in KINDS if kind not in (*MERGES, *GLMS) for factor in (1, 2)),
     *((kind, 2, False) for kind in GLMS),
     *((kind, *case) for kind in MERGES for case in ((2, False), (1, True), (2, True))),
+]
+DAILY = [
+    *(("naflex", 2, False), ("pixtral", 1, False), ("moonvit", 2, False), ("paddleocr", 1, False)),
+    *(("glm", 2, False), ("qwen2.5", 2, True), ("qwen3", 2, False), ("qwen2", 1, True)),
 ]
 
 
@@ -165,7 +172,7 @@ def expected(
     return found.reshape(rows, columns, -1)
 
 
-@pytest.mark.parametrize(("kind", "factor", "merger"), CASES)
+@pytest.mark.parametrize(("kind", "factor", "merger"), sweep(CASES, DAILY))
 def test_features_of_each_picture_are_the_stock_models_and_slices_change_no_bit(
     stock, kind, factor, merger
 ):
@@ -191,7 +198,7 @@ def test_features_of_each_picture_are_the_stock_models_and_slices_change_no_bit(
         assert all(slices_difference(tower, cuts, cells, GRIDS) == 0 for cuts in CUTS)
 
 
-@pytest.mark.parametrize(("kind", "factor", "merger"), CASES)
+@pytest.mark.parametrize(("kind", "factor", "merger"), sweep(CASES, DAILY))
 def test_what_is_planned_is_what_is_loaded(stock, kind, factor, merger):
     folder, _ = stock(kind)
     tower, shape = tower_of(folder, kind, factor, merger), shape_of(folder, kind, factor, merger)

@@ -1,7 +1,7 @@
 import json
 import re
 import shutil
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import timm
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
 from stock_encoders import DINO_SIZES, ENCODERS
+from sweeps import sweep
 from torch import nn
 from transformers import Dinov2Config, Dinov2Model
 from untrained_runs import make_tower
@@ -29,14 +30,21 @@ def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> to
     return seen[0]
 
 
+DAILY = ("clip", "siglip", "dinov2_registers", "vit", "internvl")
+
+
 @pytest.fixture(scope="module")
-def hf_folders(tmp_path_factory):
-    """A folder for each of `ENCODERS`."""
-    torch.manual_seed(0)
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ENCODERS}
-    for kind, folder in folders.items():
+def hf_folder(tmp_path_factory):
+    """Makes the folder of one of `ENCODERS`, once."""
+
+    @cache
+    def made(kind):
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(kind)
         perturb(ENCODERS[kind][0]()).save_pretrained(folder)
-    return folders
+        return folder
+
+    return made
 
 
 @pytest.mark.parametrize("class_token", [False, True])
@@ -55,32 +63,32 @@ def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(
     assert (tower.width, tower.patches_per_image, tower.image_size) == (32, 16, 28)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", sweep(ENCODERS, DAILY))
 def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens_normed_if_asked_for(
-    hf_folders, kind
+    hf_folder, kind
 ):
     make, path, prefix_tokens = ENCODERS[kind]
-    encoder = type(make()).from_pretrained(hf_folders[kind]).eval().get_submodule(path)
+    encoder = type(make()).from_pretrained(hf_folder(kind)).eval().get_submodule(path)
     with torch.no_grad():
         stock = encoder(images(28), output_hidden_states=True)
     for select_layer in (-1, -2, -4):
-        tower = load_vision(str(hf_folders[kind]), select_layer, torch.float32)
+        tower = load_vision(str(hf_folder(kind)), select_layer, torch.float32)
         features = tower(images(28))
         assert torch.equal(features, stock.hidden_states[select_layer][:, prefix_tokens:])
         assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
     if kind.startswith("clip"):
         for look in (vision_shape, partial(load_vision, dtype=torch.float32)):
             with pytest.raises(UserError, match="has no final norm over its patches"):
-                look(str(hf_folders[kind]), -1, final_norm=True)
+                look(str(hf_folder(kind)), -1, final_norm=True)
         return
-    normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
+    normed = load_vision(str(hf_folder(kind)), -1, torch.float32, final_norm=True)
     assert torch.equal(normed(images(28)), stock.last_hidden_state[:, prefix_tokens:])
     assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith(
         "intern"
     )
     kept = {name: tuple(parameter.shape) for name, parameter in normed.global_parameters()}
     assert kept == {
-        p.name: p.shape for p in vision_shape(str(hf_folders[kind]), -1, final_norm=True).parameters
+        p.name: p.shape for p in vision_shape(str(hf_folder(kind)), -1, final_norm=True).parameters
     }
 
 
@@ -121,30 +129,27 @@ def test_behind_the_final_norm_a_timm_tower_gives_forward_features_without_prefi
     }
 
 
-def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders):
-    for folder in (tiny / "vision", *hf_folders.values()):
-        tower = load_vision(str(folder), -2, torch.float32)
-        kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
-        planned = vision_shape(str(folder), -2)
-        assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
-        assert planned.patches_per_image == tower.patches_per_image
-        assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {
-            0,
-            1,
-            2,
-        }
-        behind = (
-            "vision.head",
-            "vision.norm.",
-            "vision.layernorm",
-            "vision.post_layernorm",
-            "vision.pooler",
-        )
-        assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
+@pytest.mark.parametrize("kind", sweep(("timm", *ENCODERS), ("timm", *DAILY)))
+def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folder, kind):
+    folder = tiny / "vision" if kind == "timm" else hf_folder(kind)
+    tower = load_vision(str(folder), -2, torch.float32)
+    kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
+    planned = vision_shape(str(folder), -2)
+    assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
+    assert planned.patches_per_image == tower.patches_per_image
+    assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
+    behind = (
+        "vision.head",
+        "vision.norm.",
+        "vision.layernorm",
+        "vision.post_layernorm",
+        "vision.pooler",
+    )
+    assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
 
 
-def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folders):
-    for folder in (tiny / "vision", hf_folders["clip"], hf_folders["siglip"]):
+def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folder):
+    for folder in (tiny / "vision", hf_folder("clip"), hf_folder("siglip")):
         tower = load_vision(str(folder), -2, torch.bfloat16)
         assert {parameter.dtype for _, parameter in tower.global_parameters()} == {torch.bfloat16}
         assert not any(parameter.requires_grad for parameter in tower.parameters())
@@ -205,9 +210,9 @@ def test_a_timm_name_loads_its_weights_from_the_local_hub_cache(tmp_path, monkey
     assert torch.equal(load_vision("test_vit.r160_in1k", -2, torch.float32)(images(160)), expected)
 
 
-def test_incomplete_weights_are_refused_instead_of_filled_at_random(hf_folders, tiny, tmp_path):
+def test_incomplete_weights_are_refused_instead_of_filled_at_random(hf_folder, tiny, tmp_path):
     for source, tensor in (
-        (hf_folders["siglip"], "encoder.layers.1.mlp.fc1.weight"),
+        (hf_folder("siglip"), "encoder.layers.1.mlp.fc1.weight"),
         (tiny / "vision", "blocks.1.mlp.fc1.weight"),
     ):
         folder = tmp_path / source.name
@@ -221,17 +226,15 @@ def test_incomplete_weights_are_refused_instead_of_filled_at_random(hf_folders, 
             load_vision(str(folder), -1, torch.float32)
 
 
-def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folders, tmp_path):
-    for kind, source in hf_folders.items():
-        folder = shutil.copytree(source, tmp_path / kind)
-        config = json.loads((folder / "config.json").read_text())
-        inner = config.get("vision_config", config)
-        inner["_attn_implementation"] = config["_attn_implementation"] = (
-            "kernels-community/flash-attn"
-        )
-        (folder / "config.json").write_text(json.dumps(config))
-        expected = load_vision(str(source), -2, torch.float32)(images(28))
-        assert torch.equal(load_vision(str(folder), -2, torch.float32)(images(28)), expected)
+@pytest.mark.parametrize("kind", sweep(ENCODERS, DAILY))
+def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folder, tmp_path, kind):
+    source, folder = hf_folder(kind), shutil.copytree(hf_folder(kind), tmp_path / kind)
+    config = json.loads((folder / "config.json").read_text())
+    inner = config.get("vision_config", config)
+    inner["_attn_implementation"] = config["_attn_implementation"] = "kernels-community/flash-attn"
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = load_vision(str(source), -2, torch.float32)(images(28))
+    assert torch.equal(load_vision(str(folder), -2, torch.float32)(images(28)), expected)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +244,8 @@ def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folders, tmp_path)
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
     ],
 )
-def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folders, tmp_path, change):
-    folder = shutil.copytree(hf_folders["clip_vision"], tmp_path / "clip")
+def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folder, tmp_path, change):
+    folder = shutil.copytree(hf_folder("clip_vision"), tmp_path / "clip")
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"{folder} cannot be used"):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from hybrids import HYBRIDS
 from peft import LoraConfig, inject_adapter_in_model
+from sweeps import sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -55,6 +56,16 @@ FAMILIES: dict[str, dict] = {
     "opt": {},
     **HYBRIDS,
 }
+DAILY = (
+    "llama",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "qwen3_moe",
+    "granite",
+    "falcon_h1",
+    "qwen3_5_text",
+)
 BORDERS = {
     "llama": (0, 0, 2, 6, 6),
     "gemma3_text": (0, 0, 2, 6, 6),
@@ -63,7 +74,7 @@ BORDERS = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sweep(FAMILIES, DAILY))
 def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
     family = request.param
     config = CONFIG_MAPPING[family](**{"num_hidden_layers": 6, **FAMILIES[family]})
@@ -92,7 +103,9 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", sweep((torch.float32, torch.bfloat16), (torch.bfloat16,)), ids=["fp32", "bf16"]
+)
 def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype):
     family, folder = checkpoint
     layer_by_layer = (
@@ -179,7 +192,6 @@ SCALED = (
     "solar_open",
     "vaultgemma",
 )
-DAILY = ("falcon_h1", "granite")
 
 
 def scaled_config(family: str, **values) -> PreTrainedConfig:
@@ -191,10 +203,7 @@ def scaled_config(family: str, **values) -> PreTrainedConfig:
     return draw_scales(config, seed=1)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in SCALED],
-)
+@pytest.mark.parametrize("family", sweep(SCALED, DAILY))
 def test_first_losses_at_scales_other_than_1_are_the_stock_classs_on_each_document(
     family, tmp_path
 ):
@@ -221,9 +230,8 @@ def test_first_losses_at_scales_other_than_1_are_the_stock_classs_on_each_docume
             assert abs(ours - theirs) <= 1e-6 * theirs
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.nightly) for name in SCALED]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", SCALED)
 def test_what_multimodal_classes_leave_out_is_named_by_the_key_that_says_it(family):
     config = scaled_config(family)
     model = tiny_model(config, seed=0)
@@ -271,6 +279,7 @@ def gradients_of(named, backward) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in adapters.items()}
 
 
+@pytest.mark.slow
 def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     """Staged and packed, the last layer for some tokens alone, against one document after the
     other.
@@ -333,6 +342,7 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
         assert (found[name] - gradient).norm() <= ROUNDING.get(family, 1e-5) * gradient.norm(), name
 
 
+@pytest.mark.slow
 def test_layers_that_are_whole_only_while_they_compute_are_the_same_to_the_bit(checkpoint):
     _, folder = checkpoint
     assert measure_differences(causal_config(folder), (1, 4), streams=True).staged == 0

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from sweeps import sweep
 from transformers import CONFIG_MAPPING
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
@@ -45,7 +46,7 @@ def batch_of(lengths: tuple[int, ...], draw: torch.Generator):
     return make_batch(packs, PACK_LENGTH, 0, decode=lambda *_: torch.zeros(1, 3, 2, 2))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sweep(FAMILIES, ("llama", "gpt_oss")))
 def slices(request) -> list[DecoderLayers]:
     model = tiny_model(CONFIG_MAPPING[request.param](num_hidden_layers=LAYERS), seed=0)
     parts = [

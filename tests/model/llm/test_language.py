@@ -189,6 +189,7 @@ def hollow_checkpoint(folder: Path, layers: int) -> int:
     return sum(2 * p.numel() for p in model.model.layers[0].parameters())
 
 
+@pytest.mark.nightly
 def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_path):
     layer = hollow_checkpoint(tmp_path, 8)
     script = """if True:

@@ -5,6 +5,7 @@ more work.
 import pytest
 import torch
 from hybrids import HYBRIDS
+from sweeps import sweep
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -18,6 +19,8 @@ from mmtrain.model.llm.last_layer import Rows
 from mmtrain.model.llm.parity import ROWS_BOUND, rows_difference, takes_rows
 from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.block_costs import Block
+
+pytestmark = pytest.mark.slow
 
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
@@ -57,6 +60,17 @@ ON_ROWS = [
     ),
     *("ernie4_5", "minimax_m2"),
 ]
+DAILY = (
+    "llama",
+    "phi3",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "granite",
+    "qwen3_5_text",
+    "lfm2",
+)
 OPTIONS = {
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
 }
@@ -107,7 +121,7 @@ def close(ours: torch.Tensor, stock: torch.Tensor) -> bool:
     return bool((ours - stock).abs().max() <= 1e-5 * stock.abs().max())
 
 
-@pytest.mark.parametrize("family", ON_ROWS)
+@pytest.mark.parametrize("family", sweep(ON_ROWS, DAILY))
 def test_logits_and_input_gradient_are_those_of_the_stock_model(family):
     model = model_of(family)
     embeddings = embeddings_of(model)
@@ -125,7 +139,7 @@ def test_families_that_are_planned_with_a_whole_last_layer_run_one(family):
     assert not takes_rows(CONFIG_MAPPING[family](num_hidden_layers=LAYERS))
 
 
-@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - WHOLE_LAST_LAYER))
+@pytest.mark.parametrize("family", sweep(sorted(HYBRIDS.keys() - WHOLE_LAST_LAYER), DAILY))
 def test_a_hybrids_last_layer_runs_for_some_tokens_where_the_plan_says_so(family, tmp_path):
     model = model_of(family, **{**HYBRIDS[family], "num_hidden_layers": 6})
     model.save_pretrained(tmp_path)

@@ -14,6 +14,8 @@ from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import models_of
 
+pytestmark = pytest.mark.slow
+
 LORA = {
     "model__trainable": ("llm.layers.*.lora_*", "vision.*.lora_*"),
     "model__lora": {"r": 4, "alpha": 8, "targets": ("llm.layers.*", "vision.*")},
@@ -41,26 +43,27 @@ def test_adapters_begin_with_the_same_draws_in_every_layout_and_change_nothing(p
         StagePlan(2, 3, 4, False, True, 0),
     ]
     several = [build_stage(config, stage) for stage in cut]
-    assert weights(one).keys() == weights(*several).keys()
-    assert all(torch.equal(p, weights(*several)[name]) for name, p in weights(one).items())
+    whole_weights, weights_of_stages = weights(one), weights(*several)
+    assert whole_weights.keys() == weights_of_stages.keys()
+    assert all(torch.equal(p, weights_of_stages[name]) for name, p in whole_weights.items())
     bare = build_stage(make_config(parts), StagePlan(0, 0, 4, True, True, 0))
-    assert all(torch.equal(p, weights(one)[name]) for name, p in weights(bare).items()), (
+    assert all(torch.equal(p, whole_weights[name]) for name, p in weights(bare).items()), (
         "the models' own names stay"
     )
     hidden, positions = torch.randn(1, 8, 64), torch.arange(8)[None]
     assert torch.equal(one(hidden, positions), bare(hidden, positions))
     other = weights(whole(parts, run__seed=1))
-    drawn = {name for name, p in weights(one).items() if not torch.equal(p, other[name])}
+    drawn = {name for name, p in whole_weights.items() if not torch.equal(p, other[name])}
     assert {name.rsplit(".", 2)[1] for name in drawn if not name.startswith("projector.")} == {
         "lora_A"
     }
-    adapters = [p for name, p in weights(one).items() if name.endswith("lora_A.weight")]
+    adapters = [p for name, p in whole_weights.items() if name.endswith("lora_A.weight")]
     assert (
         len({tuple(p.detach().flatten()[:3].tolist()) for p in adapters})
         == len(adapters)
         == 4 * 7 + 2 * 6
     )
-    for name, p in weights(one).items():
+    for name, p in whole_weights.items():
         if "lora_A" in name:  # as nn.Linear draws: uniform up to 1 / sqrt(in)
             assert p.abs().max() <= p.shape[1] ** -0.5 and p.std() == pytest.approx(
                 (3 * p.shape[1]) ** -0.5, rel=0.15

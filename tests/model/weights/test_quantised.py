@@ -7,6 +7,7 @@ from __future__ import annotations
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -19,12 +20,16 @@ from mmtrain.model.llm.tiny import VOCABULARY, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import QuantisedSource
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 POSITIONS = torch.cat([torch.arange(13), torch.arange(9)])[None]
 LAYERS = 6
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral", "gpt2", "gemma2"])
+@pytest.fixture(
+    scope="module", params=sweep(["llama", "mixtral", "gpt2", "gemma2"], ["llama", "mixtral"])
+)
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIG_MAPPING[request.param](num_hidden_layers=LAYERS)
