@@ -9,9 +9,8 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.config.templates import template_name
-from mmtrain.data.samples.formats import format_argument
 from mmtrain.data.shards.detection import AUTO, refuse_useless_shards
+from mmtrain.data.shards.index import MAKE
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
@@ -81,12 +80,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
         if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
             raise UserError(
                 f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and "
-                "template yet, and "
-                "other processes would wait for it; "
-                f"first run mmtrain index {' '.join(map(str, missing[:3]))}"
-                f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template "
-                f"{template_name(template)}"
-                f"{layout.index_options}{format_argument(form)}"
+                f"template yet, and other processes would wait for it. First run {MAKE}"
             )
     for form, shards in by_form.items():
         ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout)
