@@ -32,9 +32,9 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.load import load_config
-from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
@@ -44,7 +44,6 @@ from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import (
     WORDS_HELP,
     Reading,
-    form_of,
     parse_words,
     reading_of,
     shard_names,
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         return _verify(tars, stream, options.json)
     reading = None
     if config is None:
-        surveyed = survey(tars, form=form_of(DataSection(), tars))
+        surveyed = survey(tars, form=sample_format(AUTO, None, "", tars, "SHARDS"))
     else:
         reading = reading_of(config, tars)
         layout, form = reading.layout, reading.form

@@ -62,6 +62,7 @@ from mmtrain.base.printing import print_info
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.load import DEMO, load_config
+from mmtrain.config.templates import template_name
 from mmtrain.data.prepare.sharding import ShardMaker
 from mmtrain.data.prepare.sources import ImageReader, Source, open_sources
 from mmtrain.data.prepare.validate import (
@@ -166,6 +167,7 @@ def run(options: argparse.Namespace) -> None:
             "data.format": form.name,
             "data.caption_key": form.caption_key,
             "data.caption_prompt": form.caption_prompt,
+            "data.template": count and template_name(config.data.template),
             "text_fingerprint": count and count.fingerprint,
         },
         "inputs": [_describe(source) for source in sources],

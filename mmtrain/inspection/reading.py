@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.config.load import KEY_AND_VALUE, example_name, refuse_repeated_keys
-from mmtrain.config.schema import DataSection, RunConfig
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import sample_format
 from mmtrain.facts.connectors import image_layout
@@ -86,18 +86,14 @@ def shard_names(config: RunConfig | None, shards: list[str]) -> tuple[list[str],
     return names, data.allow_pipe
 
 
-def form_of(data: DataSection, tars: Sequence[Path]) -> SampleFormat:
-    """Return the format that these keys say of shards, or that is detected. Raises UserError."""
-    return sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
-
-
 def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
     """Return how a run reads these shards. Raises UserError."""
     data = config.data
+    form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
     return Reading(
         tokenizer=config.model.llm.path,
         template=data.template,
-        form=form_of(data, tars),
+        form=form,
         layout=image_layout(config),
         pack_length=data.pack_length,
         max_tiles_per_pack=data.max_tiles_per_pack,

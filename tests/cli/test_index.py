@@ -107,7 +107,7 @@ def test_a_stale_index_is_replaced_with_rebuild_only(folder, capsys):
     [
         (["{}/none.tar", *PLAIN], r"error: SHARDS: no file .*none\.tar"),
         (["{}", *PLAIN, "model.llm.path={}/none"], r"error: .*none: no such folder"),
-        (["{}", *PLAIN, "model.llm.path={}"], r"error: .*config\.json: no such file"),
+        (["{}", *PLAIN, "model.llm.path={}"], r"error: .*holds no tokenizer"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, message):

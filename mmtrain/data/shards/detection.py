@@ -126,17 +126,12 @@ def refuse_useless_shards(
         or "no samples"
     )
     if len(useless) == len(shards):
-        of_command, of_eval = key == "SHARDS", key.startswith("eval.")
-        option = (
-            "--format"
-            if of_command
-            else "eval.format"
-            if of_eval
-            else "data.format or data.sets.N.format"
-        )
+        option = "data.format or data.sets.N.format"
+        if key.startswith("eval."):
+            option = "eval.format"
         remedy = f"set {option} to their format: {', '.join(NAMES)}"
         if reasons.keys() == {"template"}:
-            remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
+            remedy = "set data.template to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} "
             f"({why}). Fix them, or "
