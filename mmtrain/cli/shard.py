@@ -73,7 +73,7 @@ from mmtrain.data.prepare.validate import (
     refuse_used_folder,
     unfinished_run,
 )
-from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
@@ -140,10 +140,9 @@ def run(options: argparse.Namespace) -> None:
     # All of them before anything is written: a broken last file shows at once.
     sources: list[Source] = []
     config = load_config(options.config or DEMO, options.changes)
-    form = LLAVA
-    if options.json is None:
-        data = config.data
-        form = SampleFormat(data.format, data.caption_key, data.caption_prompt)
+    data = config.data
+    name = data.format if options.json is None else "llava"
+    form = SampleFormat(name, data.caption_key, data.caption_prompt)
     count = None
     if options.config is not None:
         config = expand_pretrained(config)
@@ -354,7 +353,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     words = [*options.words, *map(str, options.json or options.paths)]
     options.config, options.changes, paths = parse_words(parser, words)
     options.paths = list(map(path, paths))
-    if options.json is not None and (options.image_key is not None or options.changes):
+    has_keys = options.image_key is not None or (options.changes and options.config is None)
+    if options.json is not None and has_keys:
         parser.error("--json: reads LLaVA's own records; use --from with other keys")
     if options.shard_bytes is None and options.samples_per_shard is None:
         options.samples_per_shard = 1000

@@ -39,7 +39,7 @@ from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
-AUTO = "auto"
+AUTO: SampleFormatName = "auto"
 
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
