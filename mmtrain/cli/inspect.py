@@ -16,6 +16,7 @@ those that all shards were indexed for.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -53,7 +54,7 @@ from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.pretrained import expand_pretrained
 
 if TYPE_CHECKING:
-    from mmtrain.inspection.tokenized import TokenizedSample
+    from mmtrain.inspection.tokenized import Row, TokenizedSample
 
 EXAMPLES = """\
   what is in shards that were indexed:
@@ -273,12 +274,15 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
         print_result(json.dumps({"samples": rows}))
         return
     for number, sample in enumerate(samples, 1):
-        print_result(
-            f"{number} of {len(samples)} samples of this key: {sample.shard}"
-            if len(samples) > 1
-            else sample.shard
-        )
+        place = sample.shard
+        if len(samples) > 1:
+            place = f"{number} of {len(samples)} samples of this key: {place}"
+        print_result(place)
         _print_sample(sample)
+
+
+def _shown_text(row: Row) -> str:
+    return row.text if row.token == IMAGE_POSITION else repr(row.text)
 
 
 def _print_sample(sample: TokenizedSample) -> None:
@@ -294,25 +298,24 @@ def _print_sample(sample: TokenizedSample) -> None:
             f"  cannot be trained on: {sample.fault.reason}: {escape(sample.fault.detail)}", ""
         )
         return
-    texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
-    for row, text, after in zip(sample.rows, texts, [*texts[1:], ""], strict=True):
-        last = row.first + row.positions - 1
-        is_image = row.token == IMAGE_POSITION
-        table.append(
-            (
-                f"{row.first:,}" if row.positions == 1 else f"{row.first:,} - {last:,}",
-                "" if is_image else str(row.token),
-                f"{row.positions} x {text}" if is_image else text,
-                "" if row.label == IGNORE else str(row.label),
-                "" if row.label == IGNORE else after,
-            )
-        )
+    total = images = labels = 0
+    for row, following in itertools.zip_longest(sample.rows, sample.rows[1:]):
+        total += row.positions
+        position, token, text = f"{row.first:,}", str(row.token), _shown_text(row)
+        if row.positions > 1:
+            position += f" - {row.first + row.positions - 1:,}"
+        if row.token == IMAGE_POSITION:
+            images += row.positions
+            token, text = "", f"{row.positions} x {text}"
+        label = predicted = ""
+        if row.label != IGNORE:
+            labels += 1
+            label = str(row.label)
+            predicted = "" if following is None else _shown_text(following)
+        table.append((position, token, text, label, predicted))
     print_result("")
     print_table((">position", ">token", "text", ">label", "must predict"), table)
-    images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
-    total = sum(row.positions for row in sample.rows)
-    labels = sum(row.label != IGNORE for row in sample.rows)
     print_result(
         f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; "
         f"{labels:,} supervised",

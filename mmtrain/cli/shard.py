@@ -45,7 +45,6 @@ import argparse
 import contextlib
 import glob
 import hashlib
-import itertools
 import math
 import os
 import shlex
@@ -150,10 +149,13 @@ def run(options: argparse.Namespace) -> None:
 
         count = TextCounter(config.model.llm.path, config.data.template, image_layout(config))
     option = "--from" if options.json is None else "--json"
-    named = [
-        [path] if path.exists() else matching_files(str(path), option) for path in options.paths
-    ]
-    for path in itertools.chain.from_iterable(named):
+    named: list[Path] = []
+    for path in options.paths:
+        if path.exists():
+            named.append(path)
+        else:
+            named += matching_files(str(path), option)
+    for path in named:
         opened, description = open_sources(path, form, options.image_key)
         print_info(f"{path}: {description}: {sum(source.records for source in opened):,} records")
         sources += opened

@@ -150,9 +150,12 @@ def key_of_option(option: str) -> str:
         return ""
     keys = [key for key, _ in all_fields(RunConfig)]
     meant = answer_to(path)
-    if meant is None and (near := path if path in keys else nearest_key(path, keys)) is not None:
+    if meant is None:
+        near = path if path in keys else nearest_key(path, keys)
+        if near is None:
+            return ""
         meant = f"it is {'.'.join(near)}"
-    return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
+    return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3"
 
 
 def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
@@ -255,4 +258,6 @@ def _tuples(value: Any) -> Any:
     """Turn YAML's lists into tuples, which a frozen configuration declares."""
     if isinstance(value, dict):
         return {key: _tuples(inner) for key, inner in value.items()}
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return value
