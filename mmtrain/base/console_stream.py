@@ -98,18 +98,15 @@ class ConsoleStream(io.TextIOBase):
                     is_gone = True
 
     def _take(self) -> bytes:
-        """Take whole lines from the queue where these are short, behind a note about dropped
-        ones.
-        """
+        """Take whole lines from the queue where these are short, behind a note about lost ones."""
         end = self._queue.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
         lines, dropped = bytes(self._queue[:end]), self._dropped_lines
         del self._queue[:end]
         self._dropped_lines = 0
-        return (
-            f"\n[{dropped:,} lines are missing here: nothing read them]\n".encode() + lines
-            if dropped
-            else lines
-        )
+        if dropped:
+            note = f"\n[{dropped:,} lines are missing here: nothing read them]\n"
+            return note.encode() + lines
+        return lines
 
 
 @contextlib.contextmanager
@@ -143,6 +140,7 @@ def prepare_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - until the end
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - until the end
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,9 +1,7 @@
-"""Files and folders that appear under their name whole, and on the disk; and locks between
-processes.
+"""Files and folders that appear under their name whole, and on the disk; locks between processes.
 
 write under another name --> flush --> rename: readers see the old content or the new one, never a
-    part. A process that
-is killed leaves .NAME.<8 hex digits>.tmp, an error nothing.
+part. A process that is killed leaves .NAME.<8 hex digits>.tmp, an error nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +57,10 @@ def leftovers(name: str) -> str:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text in UTF-8, as `whole_file` does."""
+    if isinstance(content, str):
+        content = content.encode()
     with whole_file(path) as unfinished:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -113,9 +113,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk, where the file system can be
-    asked.
-    """
+    """Wait until a file's bytes, or a folder's names, are on a disk that can be asked."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,11 +126,11 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, which names this process, until the block or the process ends;
-    forks do not hold it.
+    """Hold the lock file `path`, which names this process, until the block or the process ends.
 
-    Raises BlockingIOError where another process holds it, unless it may `wait`; OSError where the
-    file cannot be made, and, unless it may `wait`, where the file system has no locks.
+    Forks do not hold it. Raises BlockingIOError where another process holds it, unless it may
+    `wait`; OSError where the file cannot be made, and, unless it may `wait`, where the file system
+    has no locks.
     """
     while True:
         with path.open("ab") as file:
@@ -156,32 +154,28 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def holder(path: Path) -> psutil.Process | None:
-    """Return this user's process on this machine that is in `held(path)`, if there is one, without
-    locking it.
-    """
+    """Return this user's process on this machine that is in `held(path)`, None if there is none."""
     try:
         process = psutil.Process(int(path.read_bytes()))
-        return (
-            process
-            if any(Path(file.path) == path.resolve() for file in process.open_files())
-            else None
-        )
+        files = [Path(file.path) for file in process.open_files()]
+        is_held = path.resolve() in files
     except (OSError, ValueError, psutil.Error):  # not held, or by a process that has ended
         return None
+    return process if is_held else None
 
 
 def lock(
     file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False
 ) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError where another process holds it,
-    unless it may wait.
+    """Lock an open file until it is closed. Raises BlockingIOError unless it may `wait`.
 
     Where the file system has no locks, do nothing, or raise OSError if it is `needed`.
     """
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(
-            file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        )
+        fcntl.flock(file, operation)
     except BlockingIOError:
         raise BlockingIOError(errno.EAGAIN, "another process uses it") from None
     except OSError:

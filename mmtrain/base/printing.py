@@ -1,5 +1,4 @@
-"""Everything that this package and its tools print: text of files reaches no terminal and no log
-unescaped.
+"""Print for this package and its tools: text of files reaches no terminal and no log unescaped.
 
 Names, keys and errors hold text of files that strangers made, which could move a terminal's cursor
 or rewrite the lines above. Callers hand over raw text, and everything goes through `escape_lines`
@@ -47,23 +46,20 @@ def without_logins(text: str) -> str:
 
 
 def disclosed(value: Any) -> Any:
-    """Return JSON-like values of a configuration without logins, and with `pipe:PROGRAM ...` for
-    each `pipe:` URL.
-    """
+    """Return JSON-like values without logins, and with `pipe:PROGRAM ...` for each `pipe:` URL."""
     if isinstance(value, dict):
         return {disclosed(key): disclosed(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [disclosed(inner) for inner in value]
-    return without_logins(_ARGUMENTS.sub(r"\1 ...", value)) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return without_logins(_ARGUMENTS.sub(r"\1 ...", value))
+    return value
 
 
 def escape_lines(text: str) -> str:
-    """Return the text with what a terminal obeys escaped as in Python, and addresses without
-    logins.
-    """
-    return _OBEYED.sub(
-        lambda match: match[0].encode("unicode_escape").decode(), without_logins(text)
-    )
+    """Return the text without logins, and escaped as in Python where a terminal would obey it."""
+    text = without_logins(text)
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def escape(text: str, limit: int = 300) -> str:
@@ -75,9 +71,11 @@ def escape(text: str, limit: int = 300) -> str:
 def message(text: str) -> str:
     """Return a whole message, escaped, with later lines indented by two blanks or more."""
     first, *more = escape_lines(text).split("\n")
-    return "\n".join(
-        [first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)]
-    )
+    lines = [first]
+    for line in more:
+        needs_indent = line and not line[0].isspace()
+        lines.append(f"  {line}" if needs_indent else line)
+    return "\n".join(lines)
 
 
 def terminal_width() -> int:
@@ -88,11 +86,10 @@ def terminal_width() -> int:
 def table_lines(
     columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None = None
 ) -> list[str]:
-    """Return a table's lines of at most `width` characters, None: the terminal's; columns named
-    >NAME align right.
+    """Return a table's lines of at most `width` characters (None: the terminal's).
 
-    These are never cut, even if the table gets wider; the others are wrapped. A name may have
-    several lines.
+    Columns named >NAME align right and are never cut, even if the table gets wider; the others are
+    wrapped. A name may have several lines.
     """
     # here: it takes a tenth of a second, and most of what is printed is no table
     from rich.console import Console
@@ -105,24 +102,29 @@ def table_lines(
     height = max(name.count("\n") for name in columns)
     # rich reads plain strings as markup
     rows = [[Text(escape_lines(str(cell))) for cell in row] for row in rows]
-    # what the numbers take, and a few characters of each other column: rich would cut numbers in
-    # silence
+    # rich would cut numbers in silence: room for them, and for a few characters of other columns
     needed = 0
     for place, name in enumerate(columns):
-        right = name[:1] == ">"
-        cells = [
-            name.removeprefix(">"),
-            *(cell.plain for row in rows for cell in row[place : place + 1]),
-        ]
-        longest = max(len(line) for cell in cells for line in cell.split("\n"))
-        needed += (longest if right else min(longest, 4)) + gap
-        name = Text(name.removeprefix(">") + "\n" * (height - name.count("\n")))
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+        is_number = name.startswith(">")
+        name = name.removeprefix(">")
+        lines = name.split("\n")
+        for row in rows:
+            if place < len(row):
+                lines += row[place].plain.split("\n")
+        longest = max(map(len, lines))
+        if is_number:
+            needed += longest + gap
+            alignment = {"justify": "right", "no_wrap": True}
+        else:
+            needed += min(longest, 4) + gap
+            alignment = {}
+        title = Text(name + "\n" * (height - name.count("\n")))
+        table.add_column(title, overflow="fold", **alignment)
     for row in rows:
         table.add_row(*row)
-    console = Console(
-        file=io.StringIO(), width=max(width or terminal_width(), needed), color_system=None
-    )
+
+    width = max(width or terminal_width(), needed)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -141,9 +143,7 @@ def bytes_text(count: float) -> str:
 
 
 def print_info(*messages: str, stream: TextIO | None = None) -> None:
-    """Print messages, each beginning a line, to stdout or `stream`, unless its reader has left or
-    its disk is full.
-    """
+    """Print messages, a line each, unless the stream's reader has left or its disk is full."""
     stream = stream or sys.stdout
     try:
         _print(messages, stream)
@@ -152,9 +152,7 @@ def print_info(*messages: str, stream: TextIO | None = None) -> None:
 
 
 def print_result(*messages: str) -> None:
-    """Print a tool's result, unless its reader has left. Raises OSError for a full disk behind
-    stdout.
-    """
+    """Print a tool's result, unless its reader has left. Raises OSError for a full disk."""
     try:
         _print(messages, sys.stdout)
     except BrokenPipeError:
@@ -180,9 +178,8 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
 
     A sentence that ends with another error's text has one full stop.
     """
-    print_info(
-        re.sub(r"(?<=[\w)\]'])\.\.(?= )", ".", f"error: {error}"), stream=stream or sys.stderr
-    )
+    text = re.sub(r"(?<=[\w)\]'])\.\.(?= )", ".", f"error: {error}")
+    print_info(text, stream=stream or sys.stderr)
 
 
 class _Shown(logging.Handler):
@@ -193,14 +190,14 @@ class _Shown(logging.Handler):
         self._show, self._details = show, details
 
     def emit(self, record: logging.LogRecord) -> None:
-        show = self._show if record.levelno >= logging.INFO else self._details
-        show(record.getMessage())
+        if record.levelno >= logging.INFO:
+            self._show(record.getMessage())
+        else:
+            self._details(record.getMessage())
 
 
 def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
-    """From now on `show`, and nobody else, gets what mmtrain's libraries log; `details` gets what
-    is below INFO.
-    """
+    """Send mmtrain's logs to `show` alone from now on, those below INFO to `details`."""
     logger = logging.getLogger("mmtrain")
     logger.handlers, logger.propagate = [_Shown(show, details or show)], False
     logger.setLevel(logging.DEBUG)
@@ -250,7 +247,7 @@ def run_command(
             if str(error) != NO_HOME:
                 raise
             show_error(
-                "a path begins with ~ or ~USER, and that user has no home here. Write the path out"
+                "a path begins with ~ or ~USER, a user without home here. Write the path out"
             )
             return 2
         except KeyboardInterrupt:
@@ -259,9 +256,7 @@ def run_command(
 
 
 def silence_libraries() -> None:
-    """Hide warnings of libraries that others import, about kernels and accelerators that nothing
-    here uses.
-    """
+    """Hide warnings of libraries that others import, about kernels that nothing here uses."""
     for name in ("bitsandbytes", "DeepSpeed"):
         logging.getLogger(name).addFilter(_is_error)
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
@@ -275,9 +270,8 @@ def show_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print a traceback, escaped: for sys.excepthook."""
-    print_info(
-        *"".join(traceback.format_exception(kind, error, trace)).split("\n")[:-1], stream=sys.stderr
-    )
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print_info(*text.removesuffix("\n").split("\n"), stream=sys.stderr)
 
 
 def show_cursor() -> None:
@@ -301,11 +295,15 @@ def _print_no_more(stream: TextIO) -> None:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """`1 sample`, `5,880 samples`."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+    """Return a number with its noun: `1 sample`, `5,880 samples`."""
+    if count != 1:
+        noun = plural or f"{noun}s"
+    return f"{count:,} {noun}"
 
 
 def first_few(names: Sequence[str], shown: int) -> str:
     """Return the first names of a list, and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    text = ", ".join(names[:shown])
+    if len(names) > shown:
+        text += f" and {len(names) - shown} more"
+    return text

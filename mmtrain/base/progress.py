@@ -19,9 +19,7 @@ class ProgressBar:
     def __init__(
         self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples"
     ) -> None:
-        """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else lines
-        are logged.
-        """
+        """`unit` is the things' plural; `stream` carries the bar where it is a terminal."""
         self.counted = counted
         self.unit = unit
         self.total = total
@@ -32,20 +30,19 @@ class ProgressBar:
         """Show that `done` things are done, `samples` since the start, and a note."""
         now = time.monotonic()
         a_second = samples / max(now - self.started, 1e-9)
-        rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
+        is_slow = samples and a_second < 1
+        digits = ".2g" if is_slow else ",.0f"
+        rate = f"{a_second:{digits}} {self.counted}/s"
         if self.bar is not None:
-            left = (now - self.started) / done * (self.total - done) if done else None
-            self.bar.update(
-                0,
-                completed=done,
-                said=rate if left is None else f"{rate}  ETA {clock(left)}",
-                note=note,
-            )
+            said = rate
+            if done:
+                left = (now - self.started) / done * (self.total - done)
+                said += f"  ETA {clock(left)}"
+            self.bar.update(0, completed=done, said=said, note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
-            _log.info(
-                "  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note)))
-            )
+            words = f"{done:,} of {self.total:,} {self.unit}", rate, note
+            _log.info("  ".join(filter(None, words)))
 
     def __enter__(self) -> Self:
         return self

@@ -147,14 +147,11 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
         bar.__exit__()
     if "results" in last:
         return last
-    lines = log.read_text(errors="replace").strip().splitlines() or [
-        f"exit code {driver.returncode}"
-    ]
-    why = (
-        escape(lines[-1], 500)
-        if driver.returncode > 0
-        else f"it was ended by signal {-driver.returncode}"
-    )
+    why = f"exit code {driver.returncode}"
+    if driver.returncode < 0:
+        why = f"it was ended by signal {-driver.returncode}"
+    elif lines := log.read_text(errors="replace").strip().splitlines():
+        why = escape(lines[-1], 500)
     raise UserError(f"lmms-eval: {why}. All that it printed is in {log}")
 
 

@@ -51,11 +51,9 @@ WEIGHT_SUFFIXES = {
 def find_shards(folder: Path) -> list[Path]:
     """Return the folder's pickled weight files, in order; raise UserError if any is missing."""
     index = folder / "pytorch_model.bin.index.json"
-    names = (
-        sorted(set(read_weight_map(index, ".bin").values()))
-        if index.is_file()
-        else ["pytorch_model.bin"]
-    )
+    names = ["pytorch_model.bin"]
+    if index.is_file():
+        names = sorted(set(read_weight_map(index, ".bin").values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; finish the download")
     return [folder / name for name in names]

@@ -96,7 +96,9 @@ def _run(check: Check, folder: Path) -> str:
         if on_terminal:
             clear_line()
     state = "FAILED" if outcome.state == "failed" else outcome.state
-    text = escape(outcome.text) + (f"\nwhat to do: {outcome.remedy}" if outcome.remedy else "")
+    text = escape(outcome.text)
+    if outcome.remedy:
+        text += f"\nwhat to do: {outcome.remedy}"
     row = (f"{state:7}", f"{check.name:{NAME_WIDTH}}", f"{time.monotonic() - began:5.1f} s", text)
     print_result(*table_lines(("", "", ">", ""), [row]))
     return outcome.state

@@ -1,19 +1,16 @@
-"""Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage;
-one sample in detail.
+"""Show what webdataset shards hold: counts, lengths, sizes, full packs; damage; one sample.
 
-    (no option)       from the indexes: samples, images, what cannot be trained on and why,
-        histograms of text lengths
-                      and image sizes (as EXIF turns them), how full packs become, and the
-                          data.expected_... keys for
-                      the planner; with tiles also their number and the positions that they take
-    --verify          read every byte, compare it with the checksums in the indexes, list every
-        damaged member
-    --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images
-        and their tiles
+    (no option)     from the indexes: samples, images, what cannot be trained on and why, text
+                    lengths and image sizes (as EXIF turns them). With a CONFIG also how full packs
+                    become, and the data.expected_... keys for the planner
+    --verify        read every byte, compare it with the checksums in the indexes, list every
+                    damaged member
+    --show KEY      a sample as the model will see it: turns, tokens, labels, positions of images
+                    and their tiles
 
-A run's configuration, CONFIG, says how samples become tokens; without one --tokenizer, --template,
---layout and others do. Shards without an index get one, which needs a tokenizer and a template.
-Shards that were indexed for exactly one tokenizer and template need neither, except for --show.
+A run's configuration, CONFIG, says how samples become tokens, and shards without an index get one.
+SHARDS alone must have their indexes. What is shown of them needs no tokenizer; lengths of texts are
+those that all shards were indexed for.
 """
 
 from __future__ import annotations
@@ -35,106 +32,92 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.index import MissingIndex, index_path
+from mmtrain.data.shards.detection import AUTO, sample_format
+from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import (
+    WORDS_HELP,
     Reading,
-    add_reading_arguments,
-    parse_reading_arguments,
+    parse_words,
     reading_of,
     shard_names,
 )
-from mmtrain.inspection.survey import Fill, Survey, epoch_fill, histogram, quantile, survey
+from mmtrain.inspection.survey import Fill, Survey, epoch_fill, quantile, survey
 from mmtrain.layouts.layout import ImageLayout
+from mmtrain.stock.pretrained import expand_pretrained
 
 if TYPE_CHECKING:
-    from mmtrain.inspection.tokenized import TokenizedSample
+    from mmtrain.inspection.tokenized import Row, TokenizedSample
 
 EXAMPLES = """\
-  what is in shards that training has used, or that were made with --tokenizer:
-    mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
-  other people's shards, for a chat model:
-    mmtrain inspect '/data/mix/shard-{000000..000331}.tar' \\
-        --tokenizer /models/Qwen2.5-7B-Instruct --template chat --vision /models/siglip
+  what is in shards that were indexed:
+    mmtrain inspect data/llava558k
   as a run will read them; what to write into its data.expected_... keys:
     mmtrain inspect mine.yaml
     mmtrain inspect example:siglip_384_qwen25_7b model.llm.path=models/qwen data/llava558k
-  which of these pack lengths wastes least, at 576 tokens an image:
-    mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3008 3072 3136
+  which of these pack lengths wastes least:
+    mmtrain inspect mine.yaml --pack-length 3008 3072 3136
   is every byte as it was when the shards were indexed?
     mmtrain inspect data/llava558k --verify
   one sample, token by token:
-    mmtrain inspect data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
-        --tokens-per-image 576
+    mmtrain inspect mine.yaml --show 004539375
 """
 EXITS = {
     0: "done; with --verify: every byte is as it was indexed",
     1: "--verify found damage; it is listed",
 }
-PACK_LENGTHS = (2048, 4096, 8192)
 EXIT_DAMAGED = 1
-TERMINAL_BINS = 12
-BAR_WIDTH = 40  # characters
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
-    names, programs = shard_names(options)
+    config = None
+    if options.config is not None:
+        config = expand_pretrained(load_config(options.config, options.changes))
+    names, programs = shard_names(config, options.shards)
     make_demo_shards(names, "SHARDS")
     tars = find_shards(names, programs)
     if options.verify:
         return _verify(tars, stream, options.json)
-    reading = reading_of(options, tars)
-    if reading.tokenizer is not None and reading.template is not None:
-        ensure_indexes(
-            tars, reading.tokenizer, reading.template, reading.layout, reading.form, stream=stream
-        )
-    if options.show is not None:
-        _show(tars, reading, options)
-        return 0
-    try:
-        surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
-    except MissingIndex as error:
-        raise UserError(
-            f"{error}; or give --tokenizer PATH and --template NAME here, or a CONFIG"
-        ) from None
-    fills, missing = _fills(surveyed, reading, options)
+    reading = None
+    if config is None:
+        surveyed = survey(tars, form=sample_format(AUTO, None, "", tars, "SHARDS"))
+    else:
+        reading = reading_of(config, tars)
+        layout, form = reading.layout, reading.form
+        ensure_indexes(tars, reading.tokenizer, reading.template, layout, form, stream=stream)
+        if options.show is not None:
+            _show(tars, reading, options)
+            return 0
+        surveyed = survey(tars, reading.fingerprint, layout, form)
+    fills = _fills(surveyed, reading, options.pack_length)
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
     else:
-        _print_report(surveyed, reading.layout, fills, missing)
+        _print_report(surveyed, reading, fills)
     return 0
 
 
 def _fills(
-    surveyed: Survey, reading: Reading, options: argparse.Namespace
-) -> tuple[list[Fill], str]:
-    """Return how full packs of each length become, or why that is not known."""
-    missing = ""
-    if surveyed.sample_set is None:
-        missing = (
-            "the shards are not indexed for exactly one tokenizer: "
-            "give --tokenizer PATH and --template NAME"
-        )
-    elif surveyed.images.any():
-        missing = reading.missing_positions
-    if missing and options.pack_length is not None:
-        raise UserError(f"--pack-length: {missing}")
-    fills = []
-    if surveyed.sample_set is not None and not missing:
-        of_config = () if reading.pack_length is None else (reading.pack_length,)
-        for length in options.pack_length or of_config or PACK_LENGTHS:
-            fills.append(
-                epoch_fill([surveyed.sample_set], Capacity(length, reading.max_tiles_per_pack))
-            )
-    return fills, missing
+    surveyed: Survey, reading: Reading | None, pack_lengths: Sequence[int] | None
+) -> list[Fill]:
+    """Return how full packs of each length become; nothing without a configuration."""
+    if reading is None:
+        return []
+    assert surveyed.sample_set is not None  # the shards are indexed for this configuration
+    capacities = [
+        Capacity(length, reading.max_tiles_per_pack)
+        for length in pack_lengths or (reading.pack_length,)
+    ]
+    return [epoch_fill([surveyed.sample_set], capacity) for capacity in capacities]
 
 
 def _tokens_per_image(layout: ImageLayout) -> int | None:
@@ -144,7 +127,8 @@ def _tokens_per_image(layout: ImageLayout) -> int | None:
     return None if layout.is_sized else layout.positions_per_tile or None
 
 
-def _as_dict(surveyed: Survey, reading: Reading, fills: list[Fill]) -> dict[str, Any]:
+def _as_dict(surveyed: Survey, reading: Reading | None, fills: list[Fill]) -> dict[str, Any]:
+    layout = None if reading is None else reading.layout
     by_images = sorted(Counter(surveyed.images.tolist()).items())
     return {
         "shards": surveyed.shards,
@@ -158,8 +142,8 @@ def _as_dict(surveyed: Survey, reading: Reading, fills: list[Fill]) -> dict[str,
         "image_width": _distribution(surveyed.image_sizes[:, 0]),
         "image_height": _distribution(surveyed.image_sizes[:, 1]),
         "image_longer_side": _distribution(surveyed.longer_sides),
-        "layout": reading.layout_name,
-        "tokens_per_image": _tokens_per_image(reading.layout),
+        "layout": layout and layout.name,
+        "tokens_per_image": layout and _tokens_per_image(layout),
         "image_tiles": _distribution(surveyed.taken[:, 1]),
         "image_positions": _distribution(surveyed.taken[:, 0]),
         "expected": surveyed.expected,
@@ -172,13 +156,13 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
         return None
     shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
     return {
+        "count": len(values),
         "mean": float(values.mean()),
         **{name: quantile(values, share) for name, share in shares.items()},
-        "histogram": dict(zip(("edges", "counts"), histogram(values, TERMINAL_BINS), strict=True)),
     }
 
 
-def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missing: str) -> None:
+def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) -> None:
     none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
@@ -194,13 +178,14 @@ def _print_report(survey: Survey, layout: ImageLayout, fills: list[Fill], missin
     if survey.text_tokens is not None:
         _print_distribution("text tokens of a sample, without its images", survey.text_tokens)
     _print_distribution("longer side of an image, in pixels", survey.longer_sides)
+    if reading is None:
+        print_result("", "how full packs become depends on the models: name a CONFIG")
+        return
+    layout = reading.layout
     if layout.is_sized:
         if not layout.attends_across:  # where each tile is one position
             _print_distribution(f"tiles of an image ({layout.name})", survey.taken[:, 1])
         _print_distribution(f"positions of an image ({layout.name})", survey.taken[:, 0])
-    if missing:
-        print_result("", f"how full packs become: {missing}")
-        return
     image = "positions of images by their sizes" if layout.is_sized else "no images"
     if tokens := _tokens_per_image(layout):
         image = f"{tokens:,} tokens an image"
@@ -233,13 +218,6 @@ def _print_distribution(title: str, values: np.ndarray) -> None:
         f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}",
         f"  from {values.min():,} to {values.max():,}",
     )
-    edges, counts = histogram(values, TERMINAL_BINS)
-    mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
-    rows = []
-    for (first, after), count in zip(itertools.pairwise(edges), counts, strict=True):
-        name = f"{first:,}" if after == first + 1 else f"{first:,} - {after - 1:,}"
-        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(counts))))
-    print_table((">", ">", ""), rows)
 
 
 def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
@@ -247,9 +225,8 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     if without:
         raise UserError(
             f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no "
-            "checksums to compare with "
-            f"(the first is {without[0]}). Indexing takes a shard as it is now: mmtrain index "
-            f"{without[0].parent} --tokenizer PATH --template NAME"
+            f"checksums to compare with (the first is {without[0]}). "
+            f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
         )
     damages: list[DamagedMember] = []
     samples = compared = done = 0
@@ -297,12 +274,15 @@ def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -
         print_result(json.dumps({"samples": rows}))
         return
     for number, sample in enumerate(samples, 1):
-        print_result(
-            f"{number} of {len(samples)} samples of this key: {sample.shard}"
-            if len(samples) > 1
-            else sample.shard
-        )
+        place = sample.shard
+        if len(samples) > 1:
+            place = f"{number} of {len(samples)} samples of this key: {place}"
+        print_result(place)
         _print_sample(sample)
+
+
+def _shown_text(row: Row) -> str:
+    return row.text if row.token == IMAGE_POSITION else repr(row.text)
 
 
 def _print_sample(sample: TokenizedSample) -> None:
@@ -318,25 +298,24 @@ def _print_sample(sample: TokenizedSample) -> None:
             f"  cannot be trained on: {sample.fault.reason}: {escape(sample.fault.detail)}", ""
         )
         return
-    texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
-    for row, text, after in zip(sample.rows, texts, [*texts[1:], ""], strict=True):
-        last = row.first + row.positions - 1
-        is_image = row.token == IMAGE_POSITION
-        table.append(
-            (
-                f"{row.first:,}" if row.positions == 1 else f"{row.first:,} - {last:,}",
-                "" if is_image else str(row.token),
-                f"{row.positions} x {text}" if is_image else text,
-                "" if row.label == IGNORE else str(row.label),
-                "" if row.label == IGNORE else after,
-            )
-        )
+    total = images = labels = 0
+    for row, following in itertools.zip_longest(sample.rows, sample.rows[1:]):
+        total += row.positions
+        position, token, text = f"{row.first:,}", str(row.token), _shown_text(row)
+        if row.positions > 1:
+            position += f" - {row.first + row.positions - 1:,}"
+        if row.token == IMAGE_POSITION:
+            images += row.positions
+            token, text = "", f"{row.positions} x {text}"
+        label = predicted = ""
+        if row.label != IGNORE:
+            labels += 1
+            label = str(row.label)
+            predicted = "" if following is None else _shown_text(following)
+        table.append((position, token, text, label, predicted))
     print_result("")
     print_table((">position", ">token", "text", ">label", "must predict"), table)
-    images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
-    total = sum(row.positions for row in sample.rows)
-    labels = sum(row.label != IGNORE for row in sample.rows)
     print_result(
         f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; "
         f"{labels:,} supervised",
@@ -353,28 +332,24 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument(
         "--show", metavar="KEY", help="one sample as the model will see it; all that have this key"
     )
-    add_reading_arguments(parser)
-    parser.add_argument(
-        "--tokens-per-image",
-        type=positive(int),
-        metavar="N",
-        help="instead of --vision: what an image takes of a pack; "
-        "of one that is cut into tiles, each of them",
-    )
+    parser.add_argument("words", nargs="+", metavar="SHARDS|CONFIG|key=value", help=WORDS_HELP)
     parser.add_argument(
         "--pack-length",
         type=positive(int),
         nargs="+",
         metavar="TOKENS",
-        help="as data.pack_length, one or several "
-        f"({' '.join(map(str, PACK_LENGTHS))}, or CONFIG's)",
+        help="lengths of packs to compare, instead of CONFIG's data.pack_length",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    options = parse_reading_arguments(parser, arguments)
-    if options.show is not None and options.config is None and options.tokenizer is None:
-        parser.error(
-            "--show needs --tokenizer PATH and --template NAME, or a CONFIG: tokens depend on them"
-        )
+    options = parser.parse_intermixed_args(arguments)
+    options.config, options.changes, options.shards = parse_words(parser, options.words)
+    if options.config is None:
+        for name in ("show", "pack_length"):
+            if getattr(options, name) is not None:
+                option = name.replace("_", "-")
+                parser.error(f"--{option} depends on the models. Name a CONFIG before the SHARDS")
+        if options.changes:
+            parser.error(f"{options.changes[0]}: changes a CONFIG. Name one before it")
     # with it stdout is one JSON value
     options.ending["logs"] = print_note if options.json else print_result
     return options

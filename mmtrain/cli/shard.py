@@ -2,40 +2,36 @@
 
 Input, with the images that it names, if any does, relative to one folder:
     .json .jsonl    LLaVA's records, an array, an object around them, or a line each (--json: these
-        alone):
-                    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a
-                        list, or absent
+                    alone):
+                    {"id": "004539375", "image": "00453/004539375.jpg",
                      "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
                                        {"from": "gpt", "value": "A red door."}]}
+                    "image" may be a list, or absent;
                     ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."},
-                        ...],
-                    "images": [...]}; FineVision's: {"texts": [{"user": "...", "assistant": "..."}],
-                        "images": [...]};
+                    ...], "images": [...]};
+                    FineVision's: {"texts": [{"user": "...", "assistant": "..."}], "images": [...]};
                     {"question" or "prompt": "...", "answer", "answers" or "completion": ...,
-                        "image": ...};
-                    Alpaca's {"instruction": "...", "input": "...", "output": "..."}; {"query":
-                        "...", "response":
-                    "..."}; both with "history": [["...", "..."], ...];
+                    "image": ...};
+                    Alpaca's {"instruction": "...", "input": "...", "output": "..."};
+                    {"query": "...", "response": "..."}; both with "history": [["...", "..."], ...];
                     OBELICS's: {"images": ["a.jpg", null], "texts": [null, "..."]}, in the order of
-                        a page;
+                    a page;
                     captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
     .csv .tsv       captions, the first line names the columns
-    .parquet, a folder of them, or of datasets' save_to_disk any of these; images as bytes, or names
-                    of files (pip install 'mmtrain[datasets]')
+    .parquet, a folder of them, or of datasets' save_to_disk
+                    any of these; images as bytes, or names of files
+                    (pip install 'mmtrain[datasets]')
 
 Output, in the folder that --out names:
     shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or
-        KEY.0.jpg, KEY.1.jpg with
-                           several images, byte for byte as they were; KEY is the id where it can
-                               name a file
-    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with
-                           --tokenizer and --template also each sample's length in tokens, which
-                           else the first run adds
+                           KEY.0.jpg, KEY.1.jpg with several images, byte for byte as they were;
+                           KEY is the id where it can name a file
+    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with a
+                           CONFIG also each sample's length in tokens, which else the first run adds
     rejected.jsonl         {"file", "record", "id", "reason", "detail"} of each record left out;
-        `record` counts from 0
+                           `record` counts from 0
     dataset.json           counts, options, checksums of input and shards. Written last: a folder
-        without it is
-                           unfinished, and --resume continues it by unfinished.jsonl
+                           without it is unfinished, and --resume continues it by unfinished.jsonl
 
 Every image is decoded once, so that no damaged one stops a training run. The same input and options
 give the same bytes for any number of workers and interruptions. For that, a shard's records are
@@ -49,7 +45,6 @@ import argparse
 import contextlib
 import glob
 import hashlib
-import itertools
 import math
 import os
 import shlex
@@ -57,6 +52,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmtrain.base.arguments import command_parser, positive, share
 from mmtrain.base.errors import UserError
@@ -64,7 +60,8 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import print_info
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
+from mmtrain.config.load import DEMO, load_config
+from mmtrain.config.templates import template_name
 from mmtrain.data.prepare.sharding import ShardMaker
 from mmtrain.data.prepare.sources import ImageReader, Source, open_sources
 from mmtrain.data.prepare.validate import (
@@ -77,44 +74,51 @@ from mmtrain.data.prepare.validate import (
 )
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.detection import add_format_arguments
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.connectors import image_layout
+from mmtrain.inspection.reading import parse_words
 from mmtrain.runtime.gpus import usable_cores
+from mmtrain.stock.pretrained import expand_pretrained
+
+if TYPE_CHECKING:
+    from mmtrain.data.samples.templates import TextCounter
 
 EXAMPLES = """\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json \\
         --images LLaVA-Pretrain/images --out data/llava558k
-  captions in a table (columns image_path and caption, or --image-key and --caption-key), or COCO's:
-    mmtrain shard --from captions.csv --images photos --out data/captions \\
-        --caption-prompt "What do you see?"
+  captions in a table (columns image_path and caption, or other ones), or COCO's:
+    mmtrain shard --from captions.csv --images photos --out data/captions --image-key file \\
+        data.caption_key=title 'data.caption_prompt=What do you see?'
     mmtrain shard --from annotations/captions_train2017.json --images train2017 --out data/coco
   ShareGPT's messages, as LLaMA-Factory and ms-swift read them:
     mmtrain shard --from chats.jsonl --images images --out data/chats
   a data set of Hugging Face's datasets, its images inside; parquet files:
     mmtrain shard --from saved/train --out data/mine
-    mmtrain shard --from 'data/train-*.parquet' --caption-key text --out data/mine
+    mmtrain shard --from 'data/train-*.parquet' --out data/mine data.caption_key=text
   tars of at most 1 GB, at most 1 record in 1,000 lost (1.0: never stop, list all that is wrong):
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
-  a mixture that repeats ids over different conversations, text lengths for one LLM:
-    mmtrain shard --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
-        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template llava_v1
+  a mixture that repeats ids over different conversations, text lengths for a run's LLM:
+    mmtrain shard example:llava15_7b_lora --json llava_v1_5_mix665k.json --images images \\
+        --out data/mix665k --duplicate-ids keep
   after Ctrl-C, a full disk or a crash: the same command, and --resume
   then train on it:
     mmtrain train CONFIG 'data.shards=data/llava558k/shard-*.tar'
 """
+CONFIG_HELP = (
+    "a run's configuration, FILE.yaml or example:NAME: texts are counted for its LLM and template; "
+    "key=value sets how records are read: data.format, data.caption_key, data.caption_prompt"
+)
 EXITS = {
     0: "every record is in a shard or in rejected.jsonl",
     2: "wrong input, a full disk, or more rejected records than --max-reject-rate; "
     "the message says which",
     130: "stopped by Ctrl-C; no half shard is left, --resume continues",
 }
-ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
-SHAPING = ("samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels")
+# options that decide the bytes of shards
+SHAPING = ("image_key", "samples_per_shard", "shard_bytes", "duplicate_ids", "max_pixels")
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -134,12 +138,24 @@ def run(options: argparse.Namespace) -> None:
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
     sources: list[Source] = []
-    form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
+    config = load_config(options.config or DEMO, options.changes)
+    data = config.data
+    name = data.format if options.json is None else "llava"
+    form = SampleFormat(name, data.caption_key, data.caption_prompt)
+    count = None
+    if options.config is not None:
+        config = expand_pretrained(config)
+        from mmtrain.data.samples.templates import TextCounter  # imports torch
+
+        count = TextCounter(config.model.llm.path, config.data.template, image_layout(config))
     option = "--from" if options.json is None else "--json"
-    named = [
-        [path] if path.exists() else matching_files(str(path), option) for path in options.paths
-    ]
-    for path in itertools.chain.from_iterable(named):
+    named: list[Path] = []
+    for path in options.paths:
+        if path.exists():
+            named.append(path)
+        else:
+            named += matching_files(str(path), option)
+    for path in named:
         opened, description = open_sources(path, form, options.image_key)
         print_info(f"{path}: {description}: {sum(source.records for source in opened):,} records")
         sources += opened
@@ -147,7 +163,14 @@ def run(options: argparse.Namespace) -> None:
     if twice := [file for file, count in Counter(files).items() if count > 1]:
         raise UserError(f"{twice[0]}: named twice; every record would come twice")
     run = {
-        "options": _options_that_shape_the_bytes(options),
+        "options": {
+            **{name: getattr(options, name) for name in SHAPING},
+            "data.format": form.name,
+            "data.caption_key": form.caption_key,
+            "data.caption_prompt": form.caption_prompt,
+            "data.template": count and template_name(config.data.template),
+            "text_fingerprint": count and count.fingerprint,
+        },
         "inputs": [_describe(source) for source in sources],
     }
     if is_finished(out, run):
@@ -166,7 +189,7 @@ def run(options: argparse.Namespace) -> None:
         with JsonLines(rejected_file) as rejected:
             stats = ShardStats(validator, rejected, total)
             try:
-                _write_all(stats, options, unfinished)
+                _write_all(stats, options, unfinished, count)
                 if not stats.samples:
                     raise UserError("no record became a sample")
                 stats.write_summary(out, run)
@@ -183,7 +206,12 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
+def _write_all(
+    stats: ShardStats,
+    options: argparse.Namespace,
+    unfinished: UnfinishedRun,
+    count: TextCounter | None,
+) -> None:
     earlier = unfinished.finished
     if earlier:
         print_info(f"{options.out}: {len(earlier):,} shards are there already")
@@ -193,11 +221,6 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         done = min(done_earlier + through, stats.total - 1)
         progress.show(done, through, f"{stats.reasons.total():,} rejected")
 
-    count = None
-    if options.tokenizer is not None:
-        from mmtrain.data.samples.templates import TextCounter  # imports torch
-
-        count = TextCounter(options.tokenizer, options.template)
     stored = ImageReader(stats.validator.sources)
     maker = ShardMaker(
         stats.validator.images, stored, options.out, options.max_pixels, count, earlier
@@ -228,19 +251,6 @@ def _unfinished(
         )
     unfinished.discard()  # another try needs no cleaning up
     return UserError(f"{error}{listed}")
-
-
-def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
-    text = (
-        None
-        if options.tokenizer is None
-        else text_fingerprint(model_folder(options.tokenizer), options.template)
-    )
-    return {
-        **{name: getattr(options, name) for name in (*ADAPTING, *SHAPING)},
-        "template": options.template and template_name(options.template),
-        "text_fingerprint": text,
-    }
 
 
 def _describe(source: Source) -> dict:
@@ -275,9 +285,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="files or folders, as above",
     )
     source("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
-    of_from = parser.add_argument_group("of --from alone")
-    add_format_arguments(of_from)
-    of_from.add_argument(
+    add("words", nargs="*", metavar="CONFIG|key=value", help=CONFIG_HELP)
+    add(
         "--image-key",
         metavar="KEY",
         help="key or column of images (images, image, image_path, ...)",
@@ -316,17 +325,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="processes (%(default)s)",
     )
     add(
-        "--tokenizer",
-        metavar="PATH",
-        help="the LLM's folder, its hub id in the local cache, or demo:llm",
-    )
-    add(
-        "--template",
-        type=template_argument,
-        metavar="NAME",
-        help=f"data.template of the training run: {', '.join(NAMES)}, or {FILE}",
-    )
-    add(
         "--max-reject-rate",
         type=share,
         default=0.05,
@@ -352,16 +350,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="go on where a run with the same options and images was interrupted",
     )
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        for name in ADAPTING:
-            if getattr(options, name) != parser.get_default(name):
-                parser.error(
-                    f"--json: reads LLaVA's own records; use --from with --{name.replace('_', '-')}"
-                )
-        options.paths, options.format = options.json, "llava"
-    if (options.tokenizer is None) != (options.template is None):
-        parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
+    options = parser.parse_intermixed_args(arguments)
+    # Words behind the paths of --from are among these.
+    words = [*options.words, *map(str, options.json or options.paths)]
+    options.config, options.changes, paths = parse_words(parser, words)
+    options.paths = list(map(path, paths))
+    has_keys = options.image_key is not None or (options.changes and options.config is None)
+    if options.json is not None and has_keys:
+        parser.error("--json: reads LLaVA's own records; use --from with other keys")
     if options.shard_bytes is None and options.samples_per_shard is None:
         options.samples_per_shard = 1000
     if options.out == Path():

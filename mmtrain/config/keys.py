@@ -95,14 +95,12 @@ def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class that a field declares, or may be null; None for a plain value."""
+    kinds = [annotation]
     if is_optional(annotation):
-        annotation, *others = (
-            kind for kind in typing.get_args(annotation) if kind is not types.NoneType
-        )
-        annotation = None if others else annotation
-    return (
-        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    )
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+    if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+        return kinds[0]
+    return None
 
 
 def is_optional(annotation: Any) -> bool:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import disclosed, escape
+from mmtrain.base.printing import counted, disclosed, escape
 from mmtrain.config.environment import fill_in_paths
 from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of
 from mmtrain.config.problems import LONGEST_KEY, answer_to, explain, foreign_keys_of, nearest_key
@@ -29,14 +29,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a YAML file, or `example:NAME`, with `key.sub=value` overrides
-    applied in order.
+    """Return the configuration in a YAML file, or `example:NAME`, with `key.sub=value` overrides.
 
     `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the
     environment; a file that `data.template` names is replaced by its text. Raises UserError listing
     every problem at once.
     """
-    content = read_yaml(example_file(name) if (name := example_name(path)) else Path(path))
+    name = example_name(path)
+    content = read_yaml(example_file(name) if name else Path(path))
     if content is not None and not isinstance(content, dict):
         sections = ", ".join(RunConfig.model_fields)
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
@@ -44,15 +44,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if foreign := foreign_keys_of(content):
         raise UserError(
             f"{path}: a configuration of another program ({', '.join(foreign[:3])}); "
-            "mmtrain's has the sections run, "
-            "model, data and train. Begin with a copy of a shipped one: mmtrain init"
+            "mmtrain's has the sections run, model, data and train. "
+            "Begin with a copy of a shipped one: mmtrain init"
         )
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
         raise UserError(
             f"{path}: data.allow_pipe says which programs may run, and no file may say that, since "
-            "it can come from "
-            "anybody: take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
+            "it can come from anybody. "
+            "Take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
         )
     for override in overrides:
         _apply(content, override)
@@ -69,7 +69,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def example_name(path: str | Path) -> str:
     """Return NAME of `example:NAME`, empty for a path."""
-    return str(path).removeprefix("example:") if str(path).startswith("example:") else ""
+    prefix, _, name = str(path).partition(":")
+    return name if prefix == "example" else ""
 
 
 def example_names() -> list[str]:
@@ -79,16 +80,15 @@ def example_names() -> list[str]:
 def example_file(name: str) -> Path:
     """Return the file of a shipped configuration. Raises UserError for an unknown name."""
     if name not in example_names():
-        near = difflib.get_close_matches(name, example_names(), 1)
-        meant = f"Did you mean {near[0]}?" if near else "mmtrain init lists them"
+        meant = "mmtrain init lists them"
+        if near := difflib.get_close_matches(name, example_names(), 1):
+            meant = f"Did you mean {near[0]}?"
         raise UserError(f"no shipped configuration is called {escape(name, 80)}. {meant}")
     return EXAMPLES / f"{name}.yaml"
 
 
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
-    """Return the configuration with this content. Raises UserError, which names the source, for all
-    its problems.
-    """
+    """Return the configuration with this content. Raises UserError for all problems of `source`."""
     try:
         return _with_fit(RunConfig.model_validate(content))
     except ValidationError as error:
@@ -107,13 +107,12 @@ def _with_fit(config: RunConfig) -> RunConfig:
 
 
 def _several(source: str, problems: Sequence[str], heading: str = "") -> UserError:
-    heading = heading or f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    heading = heading or counted(len(problems), "problem")
     return UserError("\n  ".join([f"{source}: {heading}", *problems]))
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
-    """Return the configuration of which `model_dump(mode="json")` made this, with an empty
-    `data.allow_pipe`.
+    """Return the configuration that was dumped as this JSON, with an empty `data.allow_pipe`.
 
     Raises UserError, naming the source, for keys or values that this version does not know.
     """
@@ -122,40 +121,41 @@ def restore_config(content: dict[str, Any], source: str) -> RunConfig:
 
 
 def dump_config(config: RunConfig, *, for_others: bool = False) -> str:
-    """Return YAML with every default written out, without `data.allow_pipe`; `for_others` without
-    secrets, too.
-    """
+    """Return YAML with all defaults, without `data.allow_pipe`; `for_others` without secrets."""
     content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
-    content = disclosed(content) if for_others else content
+    if for_others:
+        content = disclosed(content)
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper whose texts with line breaks of Unicode read back as they were: within single
-    quotes they do not.
+    """SafeDumper that writes texts with Unicode's line breaks in double quotes.
+
+    Within single quotes they do not read back as they were.
     """
 
     def represent_str(self, text: str) -> yaml.Node:
-        return self.represent_scalar(
-            "tag:yaml.org,2002:str", text, '"' if re.search("[\x85\u2028\u2029]", text) else None
-        )
+        has_breaks = re.search("[\x85\u2028\u2029]", text)
+        style = '"' if has_breaks else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def key_of_option(option: str) -> str:
-    """Return the end of a message about an unknown option such as --learning_rate: the key that it
-    may mean.
-    """
+    """Return the end of a message about an unknown option, --learning_rate: the key it may mean."""
     path = tuple(escape(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
     if not option.startswith("--"):
         return ""
     keys = [key for key, _ in all_fields(RunConfig)]
     meant = answer_to(path)
-    if meant is None and (near := path if path in keys else nearest_key(path, keys)) is not None:
+    if meant is None:
+        near = path if path in keys else nearest_key(path, keys)
+        if near is None:
+            return ""
         meant = f"it is {'.'.join(near)}"
-    return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
+    return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3"
 
 
 def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
@@ -163,35 +163,28 @@ def refuse_repeated_keys(parser: argparse.ArgumentParser, overrides: Sequence[st
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if keys.count(key) > 1:
-            braces = (
-                ", and quote its braces: a shell makes several words of them"
-                if "shards" in key
-                else ""
-            )
-            parser.error(
-                f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once{braces}"
-            )
+            seen = f"{escape(key, LONGEST_KEY)}: given {keys.count(key)} times. Give it once"
+            if "shards" in key:
+                seen += ", and quote its braces: a shell makes several words of them"
+            parser.error(seen)
 
 
 def _apply(content: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation
-    reports it.
-    """
+    """Set one `key.sub=value` in nested sections, unknown keys too: validation reports them."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
     shown = f"override {escape(repr(override))}"
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         raise UserError(f"{shown}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
     field = dict(all_fields(RunConfig)).get(path)
-    section = None if field is None else section_of(field.annotation)
-    may_be_null = field is not None and is_optional(field.annotation)
+    section, may_be_null = None, False
+    if field is not None:
+        section, may_be_null = section_of(field.annotation), is_optional(field.annotation)
     is_null = text == "null" and (section is not None or may_be_null)
     if section is not None and not is_null:
         keys = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        raise UserError(
-            f"{shown}: {key} is a section. Set {'null, or ' * may_be_null}its keys "
-            f"one by one: {keys}"
-        )
+        null = "null, or " if may_be_null else ""
+        raise UserError(f"{shown}: {key} is a section. Set {null}its keys one by one: {keys}")
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
@@ -200,35 +193,35 @@ def _apply(content: dict[str, Any], override: str) -> None:
         content = content[part]
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML
     # alias.
-    kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
-    is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
+    takes_text = False
+    if field is not None:
+        takes_text = str in (field.annotation, *typing.get_args(field.annotation))
+    is_text = takes_text and not is_null and not text.startswith(("[", '"', "'"))
     value = text if is_text else parse_yaml(text, shown)
     if _lacks_blank(value):
         raise UserError(
-            f"{shown}: a blank is missing behind a colon. Quote it: '{key}=[{{name: "
-            f"a, weight: 2}}]'"
+            f"{shown}: a blank is missing behind a colon. "
+            f"Quote it: '{key}=[{{name: a, weight: 2}}]'"
         )
-    content[path[-1]] = {} if section is not None and not may_be_null else value
+    if section is not None and not may_be_null:
+        value = {}
+    content[path[-1]] = value
 
 
 def _lacks_blank(value: Any) -> bool:
     """Tell whether a mapping of YAML was written {name:a}, which is a key without a value."""
     if isinstance(value, list):
         return any(map(_lacks_blank, value))
-    return isinstance(value, dict) and any(
-        inner is None and ":" in str(name) for name, inner in value.items()
-    )
+    if not isinstance(value, dict):
+        return False
+    return any(inner is None and ":" in str(name) for name, inner in value.items())
 
 
 def _take_models_of_run(model: Any) -> None:
-    """Fill in the models and the connector of the run or checkpoint `model.init_from`, unless an
-    LLM is named.
-    """
-    if (
-        not isinstance(model, dict)
-        or not isinstance(model.get("init_from"), str)
-        or model.get("pretrained")
-    ):
+    """Fill in the models and connector of the run `model.init_from`, unless an LLM is named."""
+    if not isinstance(model, dict) or model.get("pretrained"):
+        return
+    if not isinstance(model.get("init_from"), str):
         return
     own = {part: model.get(part, {}) for part in ("llm", "vision", "projector")}
     if not isinstance(own["llm"], dict) or "path" in own["llm"]:
@@ -265,4 +258,6 @@ def _tuples(value: Any) -> Any:
     """Turn YAML's lists into tuples, which a frozen configuration declares."""
     if isinstance(value, dict):
         return {key: _tuples(inner) for key, inner in value.items()}
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return value

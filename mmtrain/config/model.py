@@ -182,15 +182,11 @@ class ModelSection(Section):
         if pretrained is not None and not has_vision:
             raise wrong_together(
                 "model.vision: null, but model.pretrained names a model with an encoder. "
-                "To train its LLM on text "
-                "alone, set model.llm.path to that folder instead of model.pretrained"
+                "To train its LLM on text alone, set model.llm.path to that folder instead"
             )
         named = [("llm", "path", pretrained), ("vision", "name", pretrained)]
-        named += (
-            [("projector", "init_from", content.get("init_from") or pretrained)]
-            if has_vision
-            else []
-        )
+        if has_vision:
+            named.append(("projector", "init_from", content.get("init_from") or pretrained))
         for part, key, value in named:
             if isinstance(value, str) and isinstance(keys := content.get(part, {}), dict):
                 content = content | {part: {key: value} | keys}

@@ -70,39 +70,32 @@ class ParallelSection(Section):
         if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
             raise wrong_together(
                 f"parallel.stages_per_rank: {stages_per_rank} stages on one rank, but "
-                "parallel.pipeline 1 has "
-                "nothing to interleave. Leave it out"
+                "parallel.pipeline 1 has nothing to interleave. Leave it out"
             )
         if cuts is not None:
             stages = len(cuts) + 1
             wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
             if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
-                also = (
-                    f" and stages_per_rank {stages_per_rank}"
-                    if stages_per_rank not in ("auto", 1)
-                    else ""
-                )
-                needed = self.pipeline * (1 if stages_per_rank == "auto" else stages_per_rank) - 1
+                layout, needed = f"parallel.pipeline {self.pipeline}", self.pipeline - 1
+                if stages_per_rank != "auto" and stages_per_rank > 1:
+                    layout += f" and stages_per_rank {stages_per_rank}"
+                    needed = self.pipeline * stages_per_rank - 1
                 raise wrong_together(
-                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; "
-                    f"parallel.pipeline {self.pipeline}"
-                    f"{also} needs {needed}. List the first decoder layer of every "
-                    "stage except stage 0"
+                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; {layout} needs "
+                    f"{needed}. List the first decoder layer of every stage except stage 0"
                 )
-        if cuts is not None and any(
-            later <= earlier for earlier, later in itertools.pairwise(cuts)
-        ):
-            raise wrong_together(
-                f"parallel.boundaries: {list(cuts)} must increase strictly, since every stage "
-                "needs a decoder layer"
-            )
+            if any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
+                raise wrong_together(
+                    f"parallel.boundaries: {list(cuts)} must increase strictly, since every stage "
+                    "needs a decoder layer"
+                )
         for key in ("recompute_layers", "streamed_layers"):
             counts = getattr(self, key)
             if isinstance(counts, tuple) and len(counts) != self.pipeline:
                 raise wrong_together(
-                    f"parallel.{key}: {list(counts)} has {len(counts)} entries; "
-                    f"parallel.pipeline {self.pipeline} "
-                    f"needs {self.pipeline}, one per pipeline rank, or one number for all"
+                    f"parallel.{key}: {list(counts)} has {len(counts)} entries; parallel.pipeline "
+                    f"{self.pipeline} needs {self.pipeline}, one per pipeline rank, or one number "
+                    "for all"
                 )
         return self
 
@@ -113,32 +106,29 @@ class ParallelSection(Section):
             if shards not in (None, 1):
                 raise wrong_together(
                     f"parallel.weight_shards: {shards}, but parallel.stream_from is host, which "
-                    "does not use it. "
-                    "Set stream_from=peers, or leave weight_shards out"
+                    "does not use it. Set stream_from=peers, or leave weight_shards out"
                 )
             return self
         layers = self.streamed_layers
-        if not (any(layers) if isinstance(layers, tuple) else layers):
+        if isinstance(layers, tuple):
+            layers = max(layers)
+        if layers == 0:
             raise wrong_together(
-                "parallel.stream_from: peers, but parallel.streamed_layers is 0, so nothing "
-                "is streamed. Set "
-                "streamed_layers=auto, or leave stream_from out"
+                "parallel.stream_from: peers, but parallel.streamed_layers is 0, so nothing is "
+                "streamed. Set streamed_layers=auto, or leave stream_from out"
             )
         if self.host_memory_gib is not None:
             raise wrong_together(
                 f"parallel.host_memory_gib: {self.host_memory_gib:g}, but parallel.stream_from "
-                "peers keeps nothing "
-                "in the machine's memory. Leave one of them out"
+                "peers keeps nothing in the machine's memory. Leave one of them out"
             )
         shards = data if shards is None else shards
         if shards < 2 or data % shards:
             fits = [n for n in range(2, data + 1) if data % n == 0]
-            more = ", ..." if len(fits) > 6 else ""
-            needs = (
-                f"one of {', '.join(map(str, fits[:6]))}{more}"
-                if fits
-                else "parallel.data of at least 2"
-            )
+            needs = "parallel.data of at least 2"
+            if fits:
+                more = ", ..." if len(fits) > 6 else ""
+                needs = f"one of {', '.join(map(str, fits[:6]))}{more}"
             raise wrong_together(
                 f"parallel.weight_shards: {shards}; parallel.stream_from peers with parallel.data "
                 f"{data} needs {needs}"

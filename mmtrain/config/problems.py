@@ -1,5 +1,4 @@
-"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, a
-valid key near it.
+"""Explain a wrong configuration by key path, value seen, what is allowed, and a valid key near it.
 
 What is allowed is pydantic's message, what a key means is the description of its declaration. For
 keys of other programs the table foreign_keys.yaml says what is set here instead.
@@ -38,17 +37,13 @@ _SHOULD = {
     NAME: "be letters, digits, '.', '_' and '-', and begin with one of the first two",
     JINJA: "be Jinja text",
 }
-"""Ends of the sentence "it should ...", by pydantic's type of error or by the pattern that did not
-match.
-"""
+"""Ends of the sentence "it should ...", by pydantic's type of error or a pattern that failed."""
 
 
 def explain(
     model: type[BaseModel], errors: Sequence[ErrorDetails], content: dict[str, Any]
 ) -> list[str]:
-    """Return one line per wrong key of the first MOST_EXPLAINED errors; `content` is what was
-    validated.
-    """
+    """Return a line for each wrong key of the first MOST_EXPLAINED errors in the `content`."""
     fields = dict(all_fields(model))
     lines: list[str] = []
     # a union has an error per alternative, a list one per element
@@ -63,9 +58,8 @@ def explain(
             lines.append(f"{'.'.join(path)}: missing{_meaning(fields[declared_path(path)])}")
         else:
             kind = error.get("ctx", {}).get("pattern", error["type"])
-            should = _SHOULD.get(kind) or re.sub(r"^\w+ should ", "", error["msg"]).replace(
-                "tuple", "list"
-            )
+            message = re.sub(r"^\w+ should ", "", error["msg"]).replace("tuple", "list")
+            should = _SHOULD.get(kind, message)
             wrong_values.setdefault(path, []).append(should)
     for path, should in wrong_values.items():
         value, begin, meaning = _value_at(content, path), "it", ""
@@ -74,18 +68,15 @@ def explain(
             begin, meaning = _meant(field.annotation, value, should), _meaning(field)
         needed = f"{begin} should {' or '.join(dict.fromkeys(should))}{meaning}"
         lines.append(f"{'.'.join(path) or 'its keys'}: {_shown(value)} is not allowed; {needed}")
-    return [*lines, "and more. Fix these first"] if len(errors) > MOST_EXPLAINED else lines
+    if len(errors) > MOST_EXPLAINED:
+        lines.append("and more. Fix these first")
+    return lines
 
 
 def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
-    """Begin a sentence, with the right value that is most like a wrong one, or like an element of
-    it, if one is.
-    """
-    if (
-        isinstance(value, str)
-        and str in typing.get_args(annotation)
-        and should == [_SHOULD["tuple_type"]]
-    ):
+    """Begin a sentence, if possible with the right value most like a wrong one or its element."""
+    takes_text = str in typing.get_args(annotation)
+    if isinstance(value, str) and takes_text and should == [_SHOULD["tuple_type"]]:
         return f"did you mean [{escape(value, LONGEST_KEY)}]? It"
     choices = re.findall(r"'(\w+)'", " ".join(should))
     for word in re.findall(r"\w+", str(value).lower()):
@@ -95,9 +86,7 @@ def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:
-    """Return the longest declared key path that a pydantic location begins with, and the rest of
-    the location.
-    """
+    """Split a pydantic location into the longest declared key path and the rest."""
     path = tuple(str(part) for part in location)
     length = len(path)
     while length and declared_path(path[:length]) not in fields:
@@ -123,12 +112,12 @@ def nearest_key(path: Path, known: Sequence[Path]) -> Path | None:
     The right name in another section beats a similar name in this one.
     """
     path = tuple(part.lower() for part in path)
+
+    def likeness(one: Path) -> float:
+        return _ratio(path[-1], one[-1]) + _ratio(".".join(path), ".".join(one))
+
     near = [candidate for candidate in known if _may_mean(path, candidate)]
-    return max(
-        near,
-        key=lambda one: _ratio(path[-1], one[-1]) + _ratio(".".join(path), ".".join(one)),
-        default=None,
-    )
+    return max(near, key=likeness, default=None)
 
 
 def _may_mean(path: Path, known: Path) -> bool:
@@ -151,7 +140,9 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _meaning(field: FieldInfo) -> str:
-    return f" ({' '.join(field.description.split())})" if field.description else ""
+    if not field.description:
+        return ""
+    return f" ({' '.join(field.description.split())})"
 
 
 def _value_at(content: Any, path: Path) -> Any:
@@ -168,7 +159,9 @@ def _shown(value: Any) -> str:
 
 
 def _with_lists(value: Any) -> Any:
-    return [_with_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return list(map(_with_lists, value))
+    return value
 
 
 @functools.cache
@@ -186,9 +179,7 @@ def answer_to(path: Path) -> str | None:
 
 
 def foreign_keys_of(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys by which a whole file is another program's configuration; none where it may
-    be mmtrain's.
-    """
+    """Return the keys by which a file is another program's configuration; none for our own."""
     if any(isinstance(content.get(section), dict) for section in ("run", "data", "train")):
         return []
     keys = [str(key) for key in content if key in answers()]

@@ -94,12 +94,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}"
-        has_variable = "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
-        quote = (
-            ' (inside [ ] and { }, quote a path with a variable: "${NAME}/file")'
-            if has_variable
-            else ""
-        )
+        quote = ""
+        if "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+            quote = ' (inside [ ] and { }, quote a path with a variable: "${NAME}/file")'
         raise UserError(
             f"{where}: {escape(error.problem or error.context)}. Fix the YAML there{quote}"
         ) from None

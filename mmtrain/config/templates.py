@@ -10,7 +10,6 @@ in chat_templates/.
 
 from __future__ import annotations
 
-import argparse
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -57,19 +56,6 @@ def read_template(value: str) -> str:
             f"{MAX_CHARACTERS:,} characters"
         )
     return text
-
-
-def template_argument(value: str) -> str:
-    """Parse an argument that is a value of data.template."""
-    try:
-        template = read_template(value)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if template == value and value not in NAMES:
-        raise argparse.ArgumentTypeError(
-            f"{value!r} is not a template. Choose one of {', '.join(NAMES)}, or {FILE}"
-        )
-    return template
 
 
 def template_name(template: str) -> str:

@@ -51,12 +51,13 @@ def make_demo_data(config: RunConfig) -> None:
 
 
 def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
-    """Make the demo's data, `demo:train` and others, that `shards` names and that are not there
-    yet.
+    """Make the demo's data that `shards` names (`demo:train` ...), unless they are there.
 
     Raises UserError, naming `key`.
     """
-    for name in (shards,) if isinstance(shards, str) else shards or ():
+    if isinstance(shards, str):
+        shards = (shards,)
+    for name in shards or ():
         if is_demo(name):
             try:
                 _ensure(name)

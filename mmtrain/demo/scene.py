@@ -29,12 +29,10 @@ Scene = tuple[Item | None, ...]  # CELLS of them
 
 
 def draw_scene(draw: random.Random) -> Scene:
-    """A random scene: each cell is empty with probability EMPTY_SHARE, digits and colours are
-    uniform.
-    """
-    return tuple(
-        None
-        if draw.random() < EMPTY_SHARE
-        else Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
-        for _ in range(CELLS)
-    )
+    """Draw a scene: cells are empty with probability EMPTY_SHARE, digits and colours uniform."""
+    cells: list[Item | None] = []
+    for _ in range(CELLS):
+        is_empty = draw.random() < EMPTY_SHARE
+        item = None if is_empty else Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
+        cells.append(item)
+    return tuple(cells)

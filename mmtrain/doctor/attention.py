@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,4 +96,4 @@ def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference over the norm; infinite for NaN."""
     ours, expected = ours.double().cpu(), expected.double().cpu()
     ratio = float((ours - expected).norm() / expected.norm())
-    return ratio if ratio == ratio else float("inf")
+    return float("inf") if math.isnan(ratio) else ratio

@@ -82,11 +82,9 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
         )
     try:
         code = child.wait(seconds)
-        end = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        end = f"ended with exit code {code}"
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
     except subprocess.TimeoutExpired:
         end = f"did not end within {seconds:g} s"
     finally:

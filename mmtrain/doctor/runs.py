@@ -5,6 +5,7 @@ one process.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,10 +116,10 @@ def losses_of(run: Path) -> list[float]:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite for NaN and where there are fewer or more
-    losses.
-    """
+    """Return the largest relative difference; infinite for NaN, and for fewer or more losses."""
     if len(losses) != len(expected):
         return float("inf")
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True)]
-    return max(d if d == d else float("inf") for d in differences)
+    if any(map(math.isnan, differences)):
+        return float("inf")
+    return max(differences)

@@ -2,14 +2,12 @@
 
 index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and
     positions of each image
-whole numbers --histogram--> edges and counts of bins of a round width
 sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is
     no padding
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
-from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.shards.index import MAKE, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
@@ -29,7 +27,6 @@ from mmtrain.layouts.square import ONE_SQUARE
 
 # what is above this quantile shares one bin, so that a few giants do not squeeze all others into
 # one
-TAIL = 0.99
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +100,8 @@ def survey(
         taken.append(positions_and_tiles(index, layout)[0])
         if (faults := index.faults.get(form.reading)) is None:
             raise UserError(
-                f"{tar}: its index has samples of format {', '.join(index.faults)} only. Index it: "
-                f"{MAKE} {tar}"
-                f"{format_argument(form)}"
+                f"{tar}: its index has samples of format {', '.join(index.faults)} only. "
+                f"Index it: {MAKE} {tar}"
             )
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(index.texts), tuple(index.faults)))
@@ -139,22 +135,6 @@ def survey(
         attends_across=layout.attends_across,
         taken=of_images[is_known],
     )
-
-
-def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
-    """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i
-    + 1].
-
-    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above
-    them.
-    """
-    low, tail, high = int(values.min()), quantile(values, TAIL), int(values.max())
-    widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
-    width = next(width for width in widths if width >= (tail - low + 1) / bins)
-    edges = [*range(low // width * width, tail + width + 1, width)]
-    if high >= edges[-1]:
-        edges.append(high + 1)
-    return edges, np.histogram(values, edges)[0].tolist()
 
 
 def quantile(values: np.ndarray, share: float) -> int:

@@ -63,11 +63,6 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     """Return every sample of this key in indexed shards, in order, read as training reads it;
     raises UserError.
     """
-    assert (
-        reading.tokenizer is not None
-        and reading.template is not None
-        and reading.fingerprint is not None
-    )
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
     catalog = Catalog(
@@ -86,11 +81,6 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
         members, sizes = indexes[tar].members[place], indexes[tar].image_sizes[place]
-        if sizes and reading.missing_positions:
-            raise UserError(
-                f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; "
-                f"{reading.missing_positions}"
-            )
         fault = catalog.faults.get(number)
         sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):

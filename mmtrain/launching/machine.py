@@ -1,6 +1,4 @@
-"""What this machine gives a run: GPUs or cores, open files, memory, libraries; and who started this
-process.
-"""
+"""Find what this machine gives a run: GPUs, cores, open files, memory, and who started us."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ def plan_here(
     local_ranks: int | None = None,
     device: Device | None = None,
 ) -> Plan:
-    """Return the plan with the memory and the calibration of this machine's devices, or of
-    `device`.
+    """Return the plan with the memory and calibration of this machine's devices, or of `device`.
 
     `local_ranks` None: any number of ranks. Raises UserError for more ranks than GPUs.
     """
@@ -59,9 +56,8 @@ def plan_here(
         if local_ranks is not None and local_ranks > len(gpus):
             raise UserError(
                 f"{local_ranks} ranks on this machine, which has {counted(len(gpus), 'GPU')}: "
-                "each rank needs its "
-                "own; use fewer ranks or more machines, or set CUDA_VISIBLE_DEVICES= "
-                "to run on the CPU"
+                "each rank needs its own; use fewer ranks or more machines, or set "
+                "CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         check_environment(config, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
@@ -81,7 +77,8 @@ def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
     """Return the best layouts for `devices` devices like this machine's."""
     gpus = visible_gpus()
     memory = min((gpu.total_bytes for gpu in gpus), default=None)
-    return suggest(config, devices, memory, gpu_device(gpus[0].name) if gpus else None)
+    device = gpu_device(gpus[0].name) if gpus else None
+    return suggest(config, devices, memory, device)
 
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
@@ -90,9 +87,7 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
 
 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
-    """Try whether the encoder can be cut into slices. Raises UserError where it cannot and may not
-    stay whole.
-    """
+    """Tell whether the encoder can be sliced. Raises UserError unless it may stay whole."""
     try:
         probe_encoder(config)
     except EncoderSliceError as error:
@@ -104,9 +99,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 
 def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
-    """Raise UserError for a library that `model.llm.quantize` or `run.report_to` needs and that is
-    not here.
-    """
+    """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
     needed = [
         ("run.report_to", name, name)
         for name in config.run.report_to
@@ -124,8 +117,7 @@ def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
 
 
 def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
-    """Raise UserError where this machine has no room for the layers that its `ranks` stream from
-    its memory.
+    """Raise UserError where this machine's memory has no room for the layers that its ranks stream.
 
     Ranks of one stage share one copy.
     """
@@ -134,26 +126,22 @@ def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
         return
     raise UserError(
         f"parallel.streamed_layers: this machine's ranks need {bytes_text(needed)} of its memory "
-        "for decoder layers, "
-        f"and {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a "
-        "rank keeps, and "
-        "streamed_layers=auto plans with that), or use a machine with more memory"
+        f"for decoder layers, and {bytes_text(free)} are free; stream fewer "
+        "(parallel.host_memory_gib bounds what a rank keeps, and streamed_layers=auto plans with "
+        "that), or use a machine with more memory"
     )
 
 
 def free_host_memory() -> int:
-    """Return the bytes that processes here may still take, by the kernel and by this container's
-    limit.
-    """
+    """Return the bytes that processes here may still take, by kernel and by container."""
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # cgroup v2; without a limit it says "max"
-        limit, used = (
-            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        cached = re.search(
-            r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE
-        )
-        free = min(free, limit - used + (int(cached[1]) if cached else 0))
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = (CGROUP / "memory.stat").read_text()
+        if cached := re.search(r"^inactive_file (\d+)", statistics, re.MULTILINE):
+            used -= int(cached[1])
+        free = min(free, limit - used)
     return free
 
 
@@ -167,17 +155,18 @@ def job_here(
     recorded_threads: int | None = None,
     **more: Any,
 ) -> Job:
-    """Return the processes of a plan, as this machine runs them; `more` are other fields of the
-    job.
+    """Return a plan's processes as this machine runs them; `more` are other fields of the job.
 
     `recorded_threads` is what a rank of the run that is resumed had.
     """
-    stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
-    replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
+    places = []
+    for rank in plan.ranks:
+        place = f"stage {', '.join(str(stage.stage) for stage in rank.stages)}"
+        if plan.data > 1:
+            place += f", replica {rank.data}"
+        places.append(place)
     return Job(
-        places=tuple(
-            f"stage {stage}{replica}" for stage, replica in zip(stages, replicas, strict=True)
-        ),
+        places=tuple(places),
         folder=folder,
         threads=threads_of_rank(config.parallel.threads_per_rank, local_ranks, recorded_threads),
         timeout_seconds=config.parallel.timeout_seconds,
@@ -191,56 +180,46 @@ def job_here(
 def allow_open_files() -> None:
     """Let this process and its ranks open as many files as they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = (
-        WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
-    )
+    reachable = WANTED_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        reachable = min(hard, WANTED_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < reachable:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
 def refuse_unusable_loopback() -> None:
-    """Raise UserError where 127.0.0.1 cannot be reached: ranks of one machine meet there, and would
-    wait in vain.
-    """
+    """Raise UserError where 127.0.0.1 cannot be reached: ranks of one machine meet there."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), SECONDS_TO_CONNECT).close()
     except OSError as error:
         raise UserError(
             f"{LOOPBACK} cannot be reached ({error.strerror or error}), and the ranks of a machine "
-            "meet there. Bring "
-            "the loopback interface up: ip link set lo up"
+            "meet there. Bring the loopback interface up: ip link set lo up"
         ) from error
 
 
 def try_shared_memory() -> None:
-    """Make a semaphore, as torch and data workers do. Raises OSError, which `naming_shared_memory`
-    explains.
-    """
+    """Make a semaphore, as torch and data workers do. Raises OSError."""
     multiprocessing.get_context("fork").Lock()
 
 
 def rank_of_torchrun() -> int | None:
     """Return this process's rank if torchrun has started it."""
     values = {name: os.environ.get(name, "") for name in TORCHRUN_VARIABLES}
-    is_started = values.pop("MASTER_ADDR") != "" and all(
-        value.isdecimal() for value in values.values()
-    )
-    return int(values["RANK"]) if is_started else None
+    has_address = values.pop("MASTER_ADDR") != ""
+    are_numbers = all(map(str.isdecimal, values.values()))
+    return int(values["RANK"]) if has_address and are_numbers else None
 
 
 def refuse_other_starters() -> None:
-    """Raise UserError if this is one of several processes, each of which would start the whole
-    run.
-    """
+    """Raise UserError if this is one of several processes, each of which would start all ranks."""
     for rank, size in OTHER_STARTERS:
         if rank in os.environ and os.environ.get(size, "1") != "1":
             raise UserError(
                 f"this is one of {os.environ[size]} processes, says the environment "
-                f"({rank}={os.environ[rank]}, {size}="
-                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the "
-                "whole run. Start it "
-                "once on each machine, with --nnodes where there are several, or use torchrun. "
-                "If they are left over "
-                f"from something else: unset {rank} {size}"
+                f"({rank}={os.environ[rank]}, {size}={os.environ[size]}: mpirun, or a cluster's "
+                "manager), and each would start the whole run. Start it once on each machine, with "
+                "--nnodes where there are several, or use torchrun. If they are left over from "
+                f"something else: unset {rank} {size}"
             )

@@ -1,10 +1,9 @@
-"""From a configuration to ranks that train, or measure: this process starts its machine's, or
-torchrun started it.
+"""Train, or measure: start this machine's ranks, or be one that torchrun started.
 
 plan --> data checked --> run folder locked and prepared, where it begins --> ranks, all with the
-    same plan --> how it
-ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's
-rank 0.
+    same plan --> how it ended
+
+The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
 """
 
 from __future__ import annotations
@@ -80,25 +79,23 @@ SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 
 
 
 def train(config: RunConfig, options: Options) -> int:
-    """Start this machine's ranks, wait for their end and print how the run ended; return the exit
-    code.
-    """
+    """Start this machine's ranks, wait, print how the run ended and return the exit code."""
     is_first, alone = options.node_rank == 0, options.nnodes == 1
     local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     may_stay_whole = alone and config.parallel.encoder_ranks == "auto"
-    if len(ranks_of(plan.chain)) > 1 and not can_slice_encoder(
-        config, may_stay_whole=may_stay_whole
-    ):
+    has_slices = len(ranks_of(plan.chain)) > 1
+    if has_slices and not can_slice_encoder(config, may_stay_whole=may_stay_whole):
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
+
     first_here, folder = options.node_rank * local_ranks, run_folder(config)
     here = plan.ranks[first_here : first_here + local_ranks]
     _refuse_unfit(config, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
-        refuse_short_memory(
-            rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes)
-        )
+        memory = GpuMemory(gpu.total_bytes, gpu.free_bytes)
+        refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", memory)
+
     # Which formats data have can be seen where they are read alone: there the ranks compare the
     # data themselves.
     details: list[str] = []
@@ -214,9 +211,7 @@ def _job(
     options: Options,
     compared: tuple[str, dict[str, Any]] | None = None,
 ) -> Job:
-    """Return the run's processes: `start` is rank 0's, `compared` what ranks of several nodes
-    compare.
-    """
+    """Return the run's processes; `start` is rank 0's, `compared` the `agreement` of nodes."""
     return job_here(
         config,
         plan,
@@ -242,42 +237,31 @@ def _job(
 
 
 def _threads_of(start: ResumePoint | None, config: RunConfig, local_ranks: int) -> int | None:
-    """Return the threads that each rank of a resumed run had, where the run has as many ranks and
-    they fit here.
-    """
+    """Return the threads of each rank of a resumed run, where it has as many ranks and they fit."""
     if start is None:
         return None
     topology = start.checkpoint.state["topology"]
-    is_alike = (topology["pipeline"], topology["data"]) == (
-        config.parallel.pipeline,
-        config.parallel.data,
-    )
-    return (
-        topology["threads"]
-        if is_alike and topology["threads"] * local_ranks <= usable_cores()
-        else None
-    )
+    threads = topology["threads"]
+    parallel = config.parallel
+    is_alike = (topology["pipeline"], topology["data"]) == (parallel.pipeline, parallel.data)
+    fits = threads * local_ranks <= usable_cores()
+    return threads if is_alike and fits else None
 
 
 def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
-    """Return what all ranks must have in common: ranks that differ would wait for each other for
-    ever.
-    """
+    """Return a digest and keys that ranks must share: others would wait for each other for ever."""
     text = (
         f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} "
         f"{json.dumps(plan.as_dict())}"
     )
-    return hashlib.sha256(text.encode()).hexdigest(), flat(
-        disclosed(config.model_dump(mode="json"))
-    )
+    keys = flat(disclosed(config.model_dump(mode="json")))
+    return hashlib.sha256(text.encode()).hexdigest(), keys
 
 
 def _refuse_unfit(
     config: RunConfig, here: Sequence[RankPlan], options: Options, *, is_first: bool
 ) -> None:
-    """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process
-    needs trackers too.
-    """
+    """Raise UserError for what this machine lacks for its ranks, `here`."""
     refuse_unfit_trace(options.trace, config.train.max_steps)
     refuse_missing_libraries(config, with_trackers=is_first)
     refuse_short_host_memory(here)
@@ -290,8 +274,9 @@ def _prepare(
     details: Sequence[str],
     options: Options,
 ) -> None:
-    """Prepare the run's folder, in its first process alone, and print what runs; the log gets
-    details and the plan.
+    """Prepare the run's folder, in its first process alone, and print what runs.
+
+    The log gets details and the plan.
     """
     folder = run_folder(config)
     if start is None:
@@ -305,33 +290,31 @@ def _prepare(
 
 
 def _introduction(config: RunConfig, plan: Plan) -> list[str]:
-    """Return what a newcomer wants to know of a run: what trains, on which ranks and data, where
-    results go.
-    """
+    """Return lines that tell what trains, on which ranks and data, and where results go."""
     replica = [rank for rank in plan.ranks if rank.data == 0]
     parameters = sum(rank.trainable for rank in replica)
     models = plan.llm if plan.vision is None else f"{plan.vision} -> projector -> {plan.llm}"
     expected = f"expected idle {plan.idle_share:.0%}"
     if plan.step_seconds is not None:
         expected += f", {plan.step_seconds:,.3g} s a step"
-    sets, held_out = config.data.sets, config.eval.shards
-    shards = config.data.shards if sets is None else ", ".join(one.name for one in sets)
+    shards = config.data.shards
+    if config.data.sets is not None:
+        shards = ", ".join(one.name for one in config.data.sets)
     data = escape(f"data: {disclosed(shards)}", 120)
+    if config.eval.shards is not None:
+        data += f"; held out: {escape(str(disclosed(config.eval.shards)), 120)}"
     return [
         f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), "
         "all else is frozen",
-        f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data "
-        f"{plan.data}), at most "
-        f"{bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
-        data if held_out is None else f"{data}; held out: {escape(str(disclosed(held_out)), 120)}",
+        f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data {plan.data}), "
+        f"at most {bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
+        data,
         f"results: {run_folder(config)} (the plan and all details: log.txt there, or --verbose)",
     ]
 
 
 def _leave_page(folder: Path) -> None:
-    """Make the page of a run that has made a step. A failure changes nothing: the exit code says
-    how the run ended.
-    """
+    """Make the page of a run that has made a step. A failure does not change the exit code."""
     try:
         if next(recorded(folder / METRICS, "train"), None) is None:
             return
@@ -367,25 +350,20 @@ def ranks_of_node(config: RunConfig, options: Options) -> int:
 
 
 def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
-    """Return the number of ranks on this machine. Raises UserError where torchrun started another
-    number.
-    """
+    """Return the number of ranks here. Raises UserError where torchrun started another number."""
     if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
         raise UserError(
             "--nnodes, --node-rank and --rdzv-endpoint: "
             "give them to torchrun, which starts the ranks here"
         )
-    world_size, needed = (
-        int(os.environ["WORLD_SIZE"]),
-        config.parallel.pipeline * config.parallel.data,
-    )
+    world_size = int(os.environ["WORLD_SIZE"])
+    needed = config.parallel.pipeline * config.parallel.data
     if world_size != needed:
         raise UserError(
-            f"torchrun started {counted(world_size, 'rank')}; "
-            f"parallel.pipeline {config.parallel.pipeline} x "
-            f"parallel.data {config.parallel.data} needs {needed}: "
-            "change --nproc-per-node, or these keys; if no "
-            f"torchrun started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
+            f"torchrun started {counted(world_size, 'rank')}; parallel.pipeline "
+            f"{config.parallel.pipeline} x parallel.data {config.parallel.data} needs {needed}: "
+            "change --nproc-per-node, or these keys; if no torchrun started this process, unset "
+            f"{', '.join(TORCHRUN_VARIABLES)}"
         )
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
@@ -395,28 +373,26 @@ def _tell_who_can_reach_it(endpoint: str) -> None:
 
     address = listening_address(endpoint) or (
         f"every interface: the host of --rdzv-endpoint {endpoint} is no address of this machine, "
-        "or only its own. "
-        "Better give its address in the cluster's network"
+        "or only its own. Better give its address in the cluster's network"
     )
     print_info(f"listening for the other machines on {address}")
 
 
 def _how_to_resume(config: RunConfig, options: Options) -> str:
-    in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
-    in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
-    return (
-        f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} "
-        "goes on from there"
-    )
+    in_the_way = []
+    if options.resume != AUTO:
+        in_the_way.append(f"--resume {options.resume}")
+    if config.run.overwrite:
+        in_the_way.append("run.overwrite=true")
+    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
+    return f"The same command{without} goes on from there"
 
 
 # ---- mmtrain calibrate
 
 
 def calibrate(config: RunConfig, ranks: int) -> int:
-    """Measure on as many ranks as the run has, all on this machine, then print the plan; return the
-    exit code.
-    """
+    """Measure on as many ranks as the run has, all here, print the plan, return the exit code."""
     gpus = visible_gpus()
     device = device_here(config, gpus)
     file = cached_file(calibration_key(config, models_of(config), device))

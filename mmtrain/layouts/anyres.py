@@ -38,7 +38,6 @@ class Anyres(ImageLayout):
     is_sized = True
     has_newlines = True
     in_llava = True
-    index_options = ONE_SQUARE.index_options
     # rows and columns of tiles
     default_grids: ClassVar[Grids] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
     # positions of a grid beyond those of as many tiles are interpolated

@@ -108,11 +108,6 @@ class ImageLayout:
         return replace(self, positions_per_tile=1)
 
     @property
-    def index_options(self) -> str:
-        """Options of `mmtrain index` that count texts as this layout writes them."""
-        return f" --layout {self.name}"
-
-    @property
     def numbers(self) -> str:
         """What positions of images depend on beside their sizes: equal for layouts that give them
         the same.

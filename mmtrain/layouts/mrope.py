@@ -32,10 +32,6 @@ class MropeLayout(Native):
         return (self.name, *self.around)
 
     @property
-    def index_options(self) -> str:
-        return f" --layout {self.name}"
-
-    @property
     def prompt_text(self) -> str:
         return self.image_token.join(self.around)
 

@@ -49,10 +49,6 @@ class Native(ImageLayout):
     joins_patches = True
 
     @property
-    def index_options(self) -> str:
-        return ""  # its texts are those of one square
-
-    @property
     def numbers(self) -> str:
         rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.is_lfm2}"
         return f"{self.name} {self.tile_size} {rule}"

@@ -19,10 +19,6 @@ class Require(ImageLayout):
     name = "require"
     takes_images = False
 
-    @property
-    def index_options(self) -> str:
-        return f" --images {self.name}"
-
 
 class Strip(Require):
     """Without an encoder images and their marks are taken out of samples."""

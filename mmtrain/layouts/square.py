@@ -12,7 +12,6 @@ class Square(ImageLayout):
 
     name = "square"
     in_llava = True
-    index_options = ""
 
 
 ONE_SQUARE = Square()

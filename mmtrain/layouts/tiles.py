@@ -37,10 +37,6 @@ class Tiles(ImageLayout):
         return (f"{self.name} {self.max_tiles} {self.tile_size}",)
 
     @property
-    def index_options(self) -> str:
-        return f" --layout {self.name} --max-tiles {self.max_tiles} --tile-size {self.tile_size}"
-
-    @property
     def numbers(self) -> str:
         return f"{self.positions_per_tile} {self.name} {self.tile_size} {self.max_tiles}"
 

@@ -41,9 +41,11 @@ def python_child(
         sysconfig.get_config_var("DESTSHARED"),
         *site.getsitepackages(),
     }
-    known |= {site.getusersitepackages()} if site.ENABLE_USER_SITE else set()
+    if site.ENABLE_USER_SITE:
+        known.add(site.getusersitepackages())
+    entries = [entry for entry in (ROOT, *sys.path) if isinstance(entry, str)]
     path = os.pathsep.join(
-        e for e in (ROOT, *sys.path) if isinstance(e, str) and e not in known and Path(e).exists()
+        entry for entry in entries if entry not in known and Path(entry).exists()
     )
     return {
         "args": [str(interpreter), "-P", *map(str, arguments)],

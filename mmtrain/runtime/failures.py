@@ -1,5 +1,4 @@
-"""How a rank failed and which rank failed first: from progress files, error records, exit codes and
-the log.
+"""Find how ranks failed, and which first: by progress files, error records, exit codes and the log.
 
 torch's agent reports the process that ended first, which may be a victim ("Connection closed by
 peer"). The root cause is, in this order: a process that ended without an error record (killed by a
@@ -57,9 +56,7 @@ WATCHDOG = re.compile(
 
 
 class RankProgress:
-    """Step and current work of a rank, in a file that survives the process; with `path` None in
-    memory alone.
-    """
+    """Step and current work of a rank, in a file that survives it (None: in memory alone)."""
 
     _FORMAT = struct.Struct("<q200s")
 
@@ -89,9 +86,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a failed rank leaves. kind: "user" (wrong input), "peer" (lost another rank, a victim)
-    or "error".
-    """
+    """Record of a failed rank; `kind`: "user" (wrong input), "peer" (a lost rank) or "error"."""
 
     rank: int
     step: int
@@ -104,11 +99,14 @@ class ErrorRecord:
     @classmethod
     def of(cls, error: BaseException, rank: int, progress: RankProgress) -> Self:
         kind, cause = _kind_and_cause(error)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS
-        ] or frames
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        where = ""
+        is_own = False
+        for frame in traceback.extract_tb(error.__traceback__):
+            # the last frame of our own code, else the last of any
+            in_package = frame.filename.startswith(PACKAGE) and frame.filename != RANK_PROCESS
+            if in_package or not is_own:
+                where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+            is_own = is_own or in_package
         return cls(rank, progress.step, progress.work, kind, cause, where, time.time())
 
     def write(self, path: Path) -> None:
@@ -122,9 +120,11 @@ class ErrorRecord:
         """Return the line for the user; a UserError speaks for itself."""
         if self.kind == "user":
             return self.cause
-        what = "lost its connection to another rank" if self.kind == "peer" else "failed"
-        where = f" ({self.where})" if self.where and self.kind == "error" else ""
-        return f"{_name(job, self.rank)} {what} {_at(self.step, self.work)}: {self.cause}{where}"
+        rank, place = _name(job, self.rank), _at(self.step, self.work)
+        if self.kind == "peer":
+            return f"{rank} lost its connection to another rank {place}: {self.cause}"
+        where = f" ({self.where})" if self.where else ""
+        return f"{rank} failed {place}: {self.cause}{where}"
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,8 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     timed_out = _ended_by_watchdog(job.log, log_begins)
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
         if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
-            return Failure(
-                1, f"{last_seen(job, records, rank, _end(exit_codes[rank]))}\nlog: {job.log}"
-            )
+            ended = last_seen(job, records, rank, _end(exit_codes[rank]))
+            return Failure(1, f"{ended}\nlog: {job.log}")
         step, work = RankProgress.read(records / f"progress-{rank}")
         errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
@@ -158,17 +157,14 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     if first.kind == "peer":
         if job.nodes > 1:
             lines.append(
-                "No rank of this node failed first. "
-                "See the other nodes' launchers, then the network"
+                "No rank of this node failed first. See the other launchers, then the network"
             )
         lines += [last_seen(job, records, rank) for rank in job.local_ranks]
     return Failure(1, "\n".join([*lines, f"log: {job.log}"]))
 
 
 def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
-    """Return what happened to a rank (`what`: "was killed by SIGKILL"), in which step and at what
-    work.
-    """
+    """Return what happened to a rank ("was killed by SIGKILL"), in which step and at what work."""
     return f"{_name(job, rank)} {what} {_at(*RankProgress.read(records / f'progress-{rank}'))}"
 
 
@@ -181,9 +177,7 @@ def _at(step: int, work: str) -> str:
 
 
 def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
-    """Return the ranks that waited longer than NCCL's timeout, with what its watchdog wrote to
-    `log`.
-    """
+    """Return the ranks that waited longer than NCCL's timeout, with its watchdog's words."""
     written = b""
     with contextlib.suppress(OSError), log.open("rb") as file:  # its folder may have been removed
         file.seek(begin)
@@ -194,8 +188,9 @@ def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
 def _end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
+    killed = f"was killed by {signal.Signals(-exit_code).name}"
     why = WHY_KILLED.get(-exit_code)
-    return f"was killed by {signal.Signals(-exit_code).name}" + (f" ({why})" if why else "")
+    return killed if why is None else f"{killed} ({why})"
 
 
 def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
@@ -203,12 +198,11 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     if isinstance(error, UserError):
         return "user", text
     if isinstance(error, OSError) and error.errno in CANNOT_GROW:
-        seen = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-        return (
-            "user",
-            f"{seen}; {CANNOT_GROW[error.errno]}, and start again: "
-            "a run resumes from its newest checkpoint",
+        cause = (
+            f"{error.filename or 'a file'} cannot be written: {error.strerror}; "
+            f"{CANNOT_GROW[error.errno]}, and start again: a run resumes from its newest checkpoint"
         )
+        return "user", cause
     if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
         return "user", f"{lacks_room[0]}; {IS_FULL}"
     # Where torch notices the worker's end in another way, the message that names the signal is that
@@ -222,15 +216,13 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
         or name in ("DistNetworkError", "DistStoreError")
         or (isinstance(error, RuntimeError) and LOST_PEER.search(text))
     )
-    return "peer" if lost_peer else "error", f"{name}: {text}" if text else name
+    cause = f"{name}: {text}" if text else name
+    return ("peer" if lost_peer else "error"), cause
 
 
 def _dead_worker(pid: int, description: str) -> str:
-    number = next(
-        (number for number in signal.Signals if signal.strsignal(number) == description), None
-    )
-    remedy = WHY_KILLED.get(number, "the log may say why")
-    return (
-        f"its data worker (process {pid}) was killed by "
-        f"{number.name if number else description} ({remedy})"
-    )
+    name, remedy = description, "the log may say why"
+    for number in signal.Signals:
+        if signal.strsignal(number) == description:
+            name, remedy = number.name, WHY_KILLED.get(number, remedy)
+    return f"its data worker (process {pid}) was killed by {name} ({remedy})"

@@ -1,5 +1,4 @@
-"""What cores and GPUs this process may use; CUDA must never start in a process that forks later, so
-a child is asked.
+"""Find cores and GPUs of this process. CUDA must never start where ranks are forked: ask a child.
 
 driver file there? --child process: torch, libcuda, NVML--> one line of JSON --Machine--> usable, or
     refused with remedy
@@ -57,12 +56,13 @@ class Machine:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None = None) -> int:
-    """Return a rank's CPU threads: those `chosen`, else OMP_NUM_THREADS, else `recorded`, else its
-    share of the cores.
+    """Return a rank's CPU threads: `chosen`, OMP_NUM_THREADS, `recorded` or its share of the cores.
 
     The first number of OMP_NUM_THREADS counts where it is a list. A value without a number is
     ignored, as by libgomp.
@@ -74,8 +74,7 @@ def threads_of_rank(chosen: int | None, local_ranks: int, recorded: int | None =
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ranks may use, in torch's order; none without a driver or where all are
-    hidden.
+    """Return the GPUs that ranks may use, in torch's order; none without a driver or if hidden.
 
     Raises UserError, with the remedy, for GPUs that cannot be used. Cost: seconds where there are
     GPUs.
@@ -99,13 +98,14 @@ def ask_machine() -> Machine:
         child.kill()  # not waited for: a driver that hangs keeps it in the kernel
         raise UserError(
             f"the GPU driver did not answer within {SECONDS:g} s. "
-            "Restart the machine if nvidia-smi hangs, too, or "
-            f"{ON_THE_CPU}"
+            f"Restart the machine if nvidia-smi hangs, too, or {ON_THE_CPU}"
         ) from None
     # libraries may print, too
     facts = [line for line in answer.splitlines() if line.startswith("{")]
     if child.returncode != 0 or not facts:
-        cause = next(iter(errors.strip().splitlines()[-1:]), f"exit code {child.returncode}")
+        cause = f"exit code {child.returncode}"
+        if errors.strip():
+            cause = errors.strip().splitlines()[-1]
         raise UserError(
             f"listing the GPUs failed ({cause}). Check whether nvidia-smi works, or {ON_THE_CPU}"
         )
@@ -115,30 +115,25 @@ def ask_machine() -> Machine:
 def refuse_unusable(machine: Machine) -> None:
     """Raise UserError, with the remedy, for GPUs that this torch cannot use or see."""
     build, built_for, driver_cuda = f"torch {machine.torch}", machine.built_for, machine.driver_cuda
-    if (
-        built_for is not None
-        and driver_cuda is not None
-        and driver_cuda[0] < int(built_for.split(".")[0])
-    ):
-        raise UserError(
-            f"the GPU driver supports CUDA {'.'.join(map(str, driver_cuda))}, but {build} has "
-            f"CUDA {built_for}. "
-            f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, "
-            f"or {ON_THE_CPU}"
-        )
+    if built_for is not None and driver_cuda is not None:
+        known = ".".join(map(str, driver_cuda))
+        if driver_cuda[0] < int(built_for.split(".")[0]):
+            raise UserError(
+                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. "
+                f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, "
+                f"or {ON_THE_CPU}"
+            )
     # a run for GPUs must not begin on the CPU in silence
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
     for number, gpu in enumerate(machine.gpus):
-        if machine.architectures and not any(
-            _runs_on(name, gpu.capability) for name in machine.architectures
-        ):
-            capability = ".".join(map(str, gpu.capability))
+        fitting = [name for name in machine.architectures if _runs_on(name, gpu.capability)]
+        if machine.architectures and not fitting:
+            major, minor = gpu.capability
             raise UserError(
-                f"GPU {number}, {gpu.name}, has compute capability {capability}, but {build} "
-                "has code only for "
-                f"{', '.join(machine.architectures)}. Install a build of torch that has sm_"
-                f"{capability.replace('.', '')}, choose other GPUs by {CHOICE}, or {ON_THE_CPU}"
+                f"GPU {number}, {gpu.name}, has compute capability {major}.{minor}, but {build} "
+                f"has code only for {', '.join(machine.architectures)}. Install a build of torch "
+                f"that has sm_{major}{minor}, choose other GPUs by {CHOICE}, or {ON_THE_CPU}"
             )
 
 
@@ -150,14 +145,15 @@ def _why_none(machine: Machine, build: str) -> str:
     error = f" ({machine.error})" if machine.error else ""
     return (
         f"there is a GPU driver, but {build} sees no GPU{error}. "
-        "Check whether nvidia-smi does, give the container or "
-        "the job its GPUs (docker run --gpus all, sbatch --gres=gpu:N)"
+        "Check whether nvidia-smi does, give the container or the job its GPUs "
+        "(docker run --gpus all, sbatch --gres=gpu:N)"
     )
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for sm_XY, or compute_XY, which the driver compiles, runs on a GPU of this
-    compute capability.
+    """Tell whether a GPU of this compute capability runs code for sm_XY or compute_XY.
+
+    The driver compiles the latter.
     """
     matched = re.match(r"(sm|compute)_(\d+)(\d)", architecture)
     if matched is None:

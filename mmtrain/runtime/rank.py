@@ -43,9 +43,7 @@ SECONDS_AFTER_LOST_PEER = 3.0
 
 @dataclass(frozen=True)
 class Rank:
-    """What one process of a run knows about its place. `console` is None everywhere but on rank
-    0.
-    """
+    """The place of one process in a run; `console` is None everywhere but on rank 0."""
 
     rank: int
     world_size: int
@@ -63,8 +61,7 @@ class Rank:
 
 
 def run_rank(job: Job, records: Path | None = None) -> str | None:
-    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what the
-    target returns.
+    """Be the rank that RANK, WORLD_SIZE and LOCAL_RANK name, and return what the target returns.
 
     A failure ends the process: exit code 2 for a UserError, 1 otherwise. The launcher's `records`
     hold progress, error records and its request to stop; without them torchrun is the launcher, and
@@ -79,7 +76,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         # nohup ignores stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    stop = StopRequest(records / STOP_FILE if records else None)
+    stop_file = None if records is None else records / STOP_FILE
+    stop = StopRequest(stop_file)
     stop.listen()
     _keep_to_this_machine()
 
@@ -91,7 +89,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
     log = send_output_to(log_path, f"rank {rank}", [1, 2])
     faulthandler.enable(file=2)
 
-    progress = RankProgress(records / f"progress-{rank}" if records else None)
+    progress_file = None if records is None else records / f"progress-{rank}"
+    progress = RankProgress(progress_file)
     try:
         if not job.on_gpus:
             leave_out_gpu_kernels()
@@ -110,7 +109,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
             progress,
             stop,
         )
-        show_logs(me.print_info if rank == 0 else print)  # which is into the log
+        # print writes into the log
+        show_logs(me.print_info if rank == 0 else print)
         print(
             f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}"
         )
@@ -132,7 +132,8 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         traceback.print_exc()
         log.finish()
         wake_stopped(psutil.Process().parent().children())
-        time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
+        is_victim = record.kind == "peer"
+        time.sleep(SECONDS_AFTER_LOST_PEER if is_victim else SECONDS_AFTER_FAILURE)
         if console is not None:
             console.drain()
         if not records:

@@ -41,14 +41,10 @@ EVERY_INTERFACE = ""
 
 
 class FixedNodes(StaticTCPRendezvous):
-    """A fixed number of nodes, each with its own number. Node 0 holds the store, which ranks join,
-    too.
-    """
+    """A fixed number of nodes, each with its own number. Node 0 holds the ranks' store."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for every node. Raises UserError where node 0 cannot listen or a node joins twice,
-        DistError in time.
-        """
+        """Wait for every node. Raises UserError for a node that joins twice, DistError in time."""
         if self.rank == 0:
             listener = listening_socket(f"{self.master_addr}:{self.master_port}")
             address, self.master_port = listener.getsockname()[:2]
@@ -66,8 +62,7 @@ class FixedNodes(StaticTCPRendezvous):
         if joined.store.add(f"node {self.rank}", 1) > 1:
             raise UserError(
                 f"--node-rank {self.rank}: another launcher has joined this run with that number. "
-                "Give each machine "
-                f"its own, from 0 to {self.world_size - 1}. "
+                f"Give each machine its own, from 0 to {self.world_size - 1}. "
                 "If that launcher has ended, start the run again on all"
             )
         return joined
@@ -82,8 +77,7 @@ class FixedNodes(StaticTCPRendezvous):
 
 
 def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int) -> Store:
-    """Return the store at which all ranks meet, once all agree. Raises UserError on every rank if
-    they do not.
+    """Return the store at which all ranks meet. Raises UserError on every rank unless all agree.
 
     `agreement` is the digest of configuration and plan, and the keys to name where it differs.
     """
@@ -92,10 +86,10 @@ def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int
     if rank == 0:
         plans = [json.loads(store.get(f"mmtrain/plan/{other}")) for other in range(world_size)]
         others = [other for other, (digest, _) in enumerate(plans) if digest != plans[0][0]]
-        store.set(
-            "mmtrain/difference",
-            _difference(plans[0][1], plans[others[0]][1], others) if others else "",
-        )
+        found = ""
+        if others:
+            found = _difference(plans[0][1], plans[others[0]][1], others)
+        store.set("mmtrain/difference", found)
     difference = store.get("mmtrain/difference").decode()
     store.set(f"mmtrain/read/{rank}", "")
     if rank == 0:  # whose process may hold the store: it must not end before all have read
@@ -106,25 +100,23 @@ def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[int]) -> str:
-    """Return the message with the first three keys whose values differ on rank 0 and on the first
-    of `others`.
-    """
-    values = [
-        f"{key} is {escape(json.dumps(first.get(key)))} on rank 0 and "
-        f"{escape(json.dumps(other.get(key)))} on rank "
-        f"{others[0]}"
-        for key in first | other
-        if first.get(key) != other.get(key)
-    ]
-    return f"rank {', '.join(map(str, others))} planned a different run than rank 0: " + (
-        f"{'; '.join(values[:3])}. Start every machine with the same configuration"
-        if values
-        else "mmtrain's version, secrets in the config, --trace, the model's files, the "
-        "calibration (name one file in "
-        "parallel.calibration) and parallel.device_memory_gib (set it where GPUs differ) must be "
-        "equal on every "
-        "machine"
+    """Return the message with three keys that differ on rank 0 and on the first of `others`."""
+    values = []
+    for key in first | other:
+        mine, theirs = first.get(key), other.get(key)
+        if mine != theirs:
+            values.append(
+                f"{key} is {escape(json.dumps(mine))} on rank 0 and "
+                f"{escape(json.dumps(theirs))} on rank {others[0]}"
+            )
+    why = (
+        "mmtrain's version, secrets in the config, --trace, the model's files, the calibration "
+        "(name one file in parallel.calibration) and parallel.device_memory_gib (set it where GPUs "
+        "differ) must be equal on every machine"
     )
+    if values:
+        why = f"{'; '.join(values[:3])}. Start every machine with the same configuration"
+    return f"rank {', '.join(map(str, others))} planned a different run than rank 0: {why}"
 
 
 def _handler(parameters: RendezvousParameters) -> FixedNodes:
@@ -134,8 +126,7 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
 
 
 def listening_address(endpoint: str) -> str:
-    """Return this machine's address that HOST of `endpoint` names, or EVERY_INTERFACE where it
-    names none.
+    """Return this machine's address that HOST of `endpoint` names, else EVERY_INTERFACE.
 
     It names none behind address translation, or where a machine calls itself 127.0.1.1.
     """
@@ -143,10 +134,8 @@ def listening_address(endpoint: str) -> str:
     # a name may become known later, as in a cluster of containers
     with contextlib.suppress(OSError):
         for *_, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if (
-                host in ("localhost", address)
-                or not ipaddress.ip_address(address.split("%")[0]).is_loopback
-            ):
+            is_loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
+            if host in ("localhost", address) or not is_loopback:
                 with contextlib.suppress(OSError):
                     socket.create_server((address, 0), family=_family(address)).close()
                     return address
@@ -154,9 +143,7 @@ def listening_address(endpoint: str) -> str:
 
 
 def listening_socket(endpoint: str) -> socket.socket:
-    """Return a socket that listens on the endpoint's address. Raises UserError, for a port in use,
-    say.
-    """
+    """Return a socket that listens on the endpoint's address. Raises UserError if none can."""
     address, (_, port) = listening_address(endpoint), _split(endpoint)
     where = f"{address}:{port}" if address else f"port {port}"
     both = address == EVERY_INTERFACE and socket.has_dualstack_ipv6()
@@ -168,8 +155,7 @@ def listening_socket(endpoint: str) -> socket.socket:
     except OSError as error:
         raise UserError(
             f"nothing can listen on {where} ({os.strerror(error.errno)}). "
-            "Give another port in --rdzv-endpoint on "
-            "every machine"
+            "Give another port in --rdzv-endpoint on every machine"
         ) from error
 
 

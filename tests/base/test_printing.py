@@ -209,15 +209,7 @@ def hostile_tar(folder: Path) -> Path:
 def inspect(*more: str) -> Command:
     def command(tiny: Path, folder: Path):
         hostile_tar(folder)
-        with_lengths = [
-            "--tokenizer",
-            str(tiny / "llm"),
-            "--template",
-            "plain",
-            "--tokens-per-image",
-            "16",
-        ]
-        return ["inspect", str(folder), *with_lengths, *more]
+        return ["inspect", str(tiny / "config.yaml"), str(folder), *more]
 
     return command
 

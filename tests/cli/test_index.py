@@ -18,7 +18,7 @@ from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
 PNG = picture(3, 2)
-PLAIN = ("--tokenizer", "demo:llm", "--template", "plain")
+PLAIN = ("example:llava_pp4", "data.template=plain")
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_a_stale_index_is_replaced_with_rebuild_only(folder, capsys):
     ("arguments", "message"),
     [
         (["{}/none.tar", *PLAIN], r"error: SHARDS: no file .*none\.tar"),
-        (["{}", "--tokenizer", "{}/none", "--template", "plain"], r"error: .*none: no such folder"),
-        (["{}", "--tokenizer", "{}", "--template", "plain"], r"error: .*holds no tokenizer"),
+        (["{}", *PLAIN, "model.llm.path={}/none"], r"error: .*none: no such folder"),
+        (["{}", *PLAIN, "model.llm.path={}"], r"error: .*holds no tokenizer"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, message):

@@ -3,7 +3,6 @@ tell.
 """
 
 import io
-import itertools
 import json
 import os
 import re
@@ -27,7 +26,8 @@ INSPECT = [sys.executable, "-m", "mmtrain", "inspect"]
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    return ("--tokenizer", str(tiny / "llm"), "--template", "plain")
+    """Words that name the tiny models and template plain."""
+    return (str(tiny / "config.yaml"),)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def summary(values):
 
     mean = pytest.approx(sum(ordered) / len(ordered))
     return {
+        "count": len(ordered),
         "mean": mean,
         "min": ordered[0],
         "median": at(50),
@@ -86,11 +87,6 @@ def summary(values):
         "p99": at(99),
         "max": ordered[-1],
     }
-
-
-def without_histogram(distribution):
-    counts = distribution["histogram"]["counts"]
-    return {name: value for name, value in distribution.items() if name != "histogram"}, sum(counts)
 
 
 def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(folder, capsys):
@@ -113,7 +109,7 @@ def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(folder, c
         "image_height": [height for _, height in sizes],
         "image_longer_side": [max(size) for size in sizes],
     }.items():
-        assert without_histogram(found[name]) == (summary(values), len(sizes))
+        assert found[name] == summary(values)
     assert found["unusable"] == {} and found["text_tokens"] is None and found["packing"] == []
 
 
@@ -122,41 +118,29 @@ def test_text_lengths_are_those_of_the_stock_tokenizer(folder, plain, stock, cap
     lengths = [len(stock(caption(members)).input_ids) + 1 for members in stored(folder).values()]
     code, found = run_json(capsys, folder, *plain)
     assert code == 0
-    assert without_histogram(found["text_tokens"]) == (summary(lengths), 60)
-    edges = found["text_tokens"]["histogram"]["edges"]
-    expected = [
-        sum(first <= n < after for n in lengths) for first, after in itertools.pairwise(edges)
-    ]
-    assert found["text_tokens"]["histogram"]["counts"] == expected
+    assert found["text_tokens"] == summary(lengths)
 
 
-def test_an_images_tokens_come_from_the_vision_encoder(tiny, folder, plain, capsys):
-    by_name = run_json(capsys, folder, *plain, "--vision", tiny / "vision")
-    by_number = run_json(capsys, folder, *plain, "--tokens-per-image", 16)
-    assert by_name == by_number
-    assert by_name[1]["tokens_per_image"] == 16  # 32 pixels in patches of 8
-    assert [packing["pack_length"] for packing in by_name[1]["packing"]] == [2048, 4096, 8192]
-    lengths = [
+def test_an_images_tokens_come_from_the_vision_encoder(folder, plain, capsys):
+    lengths = ("--pack-length", 2048, 4096)
+    code, found = run_json(capsys, folder, *plain, *lengths)
+    assert code == 0
+    assert found["tokens_per_image"] == 16  # 32 pixels in patches of 8
+    assert [packing["pack_length"] for packing in found["packing"]] == [2048, 4096]
+    tokens = [
         len(read_index(tar).image_sizes[place]) * 16 + tokens
         for tar in folder.glob("*.tar")
         for place, tokens in enumerate(next(iter(read_index(tar).texts.values())).tokens)
     ]
-    first = by_name[1]["packing"][0]
-    assert first["fill"] == pytest.approx(sum(lengths) / (first["packs"] * 2048))
+    first = found["packing"][0]
+    assert first["fill"] == pytest.approx(sum(tokens) / (first["packs"] * 2048))
 
 
-def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, capsys):
-    assert main(["inspect", str(folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "how full packs become: the shards are not indexed for exactly one tokenizer" in printed
-    assert main(["inspect", str(folder), *plain]) == 0
+def test_the_text_for_people_holds_the_same_and_says_what_is_missing(folder, plain, capsys):
+    assert main(["inspect", str(folder), *plain, "--pack-length", "1024"]) == 0
     printed = capsys.readouterr().out
     assert "indexing 2 of 2 shards" in printed
-    assert "the image tokens per image are unknown. Give --vision NAME" in printed
-    # They are indexed for one tokenizer by now.
-    assert main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
-    printed = capsys.readouterr().out
-    _, found = run_json(capsys, folder, "--tokens-per-image", 16, "--pack-length", 1024)
+    _, found = run_json(capsys, folder, *plain, "--pack-length", 1024)
     assert list(found["expected"]) == ["data.expected_text_tokens"], "all images take the same"
     none, one, several = (found["samples_by_images"][images] for images in "012")
     assert f"60 samples: {none} without images, {one} with one, {several} with several" in printed
@@ -164,9 +148,12 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     (packing,) = found["packing"]
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("1,024 "))
     assert row.split()[1:3] == [str(packing["packs"]), f"{packing['fill']:.2%}"]
-    assert max(len(line) for line in printed.splitlines() if line[:2] == "  ") <= 80, (
-        "tables and histograms"
-    )
+    assert max(len(line) for line in printed.splitlines() if line[:2] == "  ") <= 80, "tables"
+    # Without a configuration the lengths are those of the one tokenizer of the indexes.
+    assert main(["inspect", str(folder)]) == 0
+    alone = capsys.readouterr().out
+    assert f"half at most {found['text_tokens']['median']}, " in alone
+    assert "how full packs become depends on the models: name a CONFIG" in alone
 
 
 def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
@@ -178,12 +165,12 @@ def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
     write_tar(tmp_path / "s.tar", files)
     _, found = run_json(capsys, tmp_path, *plain)
     assert found["unusable"] == {"undecodable_image": 1, "template": 1}
-    assert sum(found["text_tokens"]["histogram"]["counts"]) == 1
+    assert found["text_tokens"]["count"] == 1
     assert main(["inspect", str(tmp_path), *plain]) == 0
     assert "undecodable_image: an image file that Pillow cannot decode" in capsys.readouterr().out
 
 
-def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, capsys):
+def test_shards_without_index_get_one_if_a_configuration_is_given(folder, plain, capsys):
     indexes = sorted(map(index_path, folder.glob("*.tar")))
     run_json(capsys, folder, *plain)
     complete = [index.read_bytes() for index in indexes]
@@ -191,7 +178,7 @@ def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, c
         index.unlink()
     assert main(["inspect", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert "has no index" in error and "give --tokenizer PATH and --template NAME" in error
+    assert "has no index" in error and "mmtrain index CONFIG" in error
     assert run_json(capsys, folder, *plain)[0] == 0
     assert [index.read_bytes() for index in indexes] == complete
 
@@ -245,7 +232,7 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
     ids = stock(caption(members), add_special_tokens=False).input_ids
     bos, eos = stock.bos_token_id, stock.eos_token_id
     sizes = [Image.open(io.BytesIO(members[name])).size for name in ("0.png", "1.png")]
-    code, found = run_json(capsys, folder, *plain, "--show", key, "--tokens-per-image", 16)
+    code, found = run_json(capsys, folder, *plain, "--show", key)
     assert code == 0
     (sample,) = found["samples"]
     assert [member["suffix"] for member in sample["members"]] == ["json", "0.png", "1.png"]
@@ -267,7 +254,7 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
         f"image {number}, {width}x{height} px" for number, (width, height) in enumerate(sizes)
     ]
     assert "".join(row["text"] for row in rows[3:-1]) == caption(members)
-    assert main(["inspect", str(folder), *plain, "--show", key, "--tokens-per-image", "16"]) == 0
+    assert main(["inspect", str(folder), *plain, "--show", key]) == 0
     printed = capsys.readouterr().out
     assert re.search(
         rf"^ +17 - 32 +16 x image 1, {sizes[1][0]}x{sizes[1][1]} px +{ids[0]}  '",
@@ -305,7 +292,7 @@ def test_show_says_why_a_sample_cannot_be_trained_on(tmp_path, plain, capsys):
     ]
     files += [("c.json", conversation("<image>What?", "It.")), ("c.png", b"none")]
     tar = write_tar(tmp_path / "s.tar", files)
-    assert main(["inspect", str(tar), *plain, "--tokens-per-image", "16"]) == 0  # indexes
+    assert main(["inspect", str(tar), *plain]) == 0  # indexes
     with tarfile.open(tar) as archive:
         offset = archive.getmember("b.json").offset_data
     with tar.open("r+b") as stream:
@@ -313,7 +300,7 @@ def test_show_says_why_a_sample_cannot_be_trained_on(tmp_path, plain, capsys):
         stream.write(b"?")
     capsys.readouterr()
     for key, reason in {"a": "template", "b": "checksum", "c": "undecodable_image"}.items():
-        code, found = run_json(capsys, tar, *plain, "--show", key, "--tokens-per-image", 16)
+        code, found = run_json(capsys, tar, *plain, "--show", key)
         (sample,) = found["samples"]
         assert (code, sample["fault"]["reason"], sample["rows"]) == (0, reason, [])
     assert main(["inspect", str(tar), *plain, "--show", "a"]) == 0
@@ -337,25 +324,25 @@ def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_te
     assert "gpt: é [bold]\\x1b[31m\\u202e end" in printed
 
 
-def test_without_an_encoder_images_make_samples_unusable_or_are_taken_out(folder, tiny, capsys):
-    shards = folder, "--tokenizer", tiny / "llm", "--template", "llava_v1"
+def test_without_an_encoder_images_make_samples_unusable_or_are_taken_out(folder, plain, capsys):
+    text_alone = ("model.vision=null", "data.template=llava_v1", "model.trainable=[llm.layers.0]")
+    shards = (folder, *plain, *text_alone)
     of_text = sum(images == 0 for images in map(images_of, stored(folder).values()))
-    _, found = run_json(capsys, *shards, "--images", "require")
+    _, found = run_json(capsys, *shards)
     assert found["unusable"] == {"no_encoder": 60 - of_text} and found["packing"], (
         "as a text run finds them"
     )
-    _, found = run_json(capsys, *shards, "--images", "strip", "--pack-length", 1024)
+    strip = (*shards, "data.images=strip")
+    _, found = run_json(capsys, *strip, "--pack-length", 1024)
     assert found["unusable"] == {} and found["packing"][0]["overlong"] == 0
     key = next(key for (_, key), members in stored(folder).items() if images_of(members))
-    [sample] = run_json(capsys, *shards, "--images", "strip", "--show", key)[1]["samples"]
+    [sample] = run_json(capsys, *strip, "--show", key)[1]["samples"]
     assert sample["rows"] and all(row["token"] != IMAGE_POSITION for row in sample["rows"])
-    [sample] = run_json(capsys, *shards, "--images", "require", "--show", key)[1]["samples"]
+    [sample] = run_json(capsys, *shards, "--show", key)[1]["samples"]
     assert sample["fault"]["reason"] == "no_encoder"
-    for more in (("--tokens-per-image", 16), ("--layout", "idefics3")):
-        with pytest.raises(SystemExit):
-            run_json(capsys, *shards, "--images", "strip", *more)
 
 
+ANYRES = ("model.vision.layout=anyres", "data.pack_length=2048")
 LLAVA_NEXT = [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)]
 
 
@@ -393,9 +380,9 @@ def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(
         image_sizes=[[height, width] for width, height in sizes]
     )
     tiles = [len(stock.image_processor(Image.new("RGB", size)).pixel_values[0]) for size in sizes]
-    _, found = run_json(capsys, shapes, *plain, "--layout", "anyres", "--vision", tiny / "vision")
-    assert without_histogram(found["image_positions"]) == (summary(positions.num_image_tokens), 4)
-    assert without_histogram(found["image_tiles"]) == (summary(tiles), 4)
+    _, found = run_json(capsys, shapes, *plain, *ANYRES)
+    assert found["image_positions"] == summary(positions.num_image_tokens)
+    assert found["image_tiles"] == summary(tiles)
     assert found["layout"] == "anyres" and found["tokens_per_image"] is None
     texts = found["text_tokens"]["mean"]
     assert found["expected"] == {
@@ -408,9 +395,7 @@ def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(
     assert first["fill"] == pytest.approx((4 * texts + sum(positions.num_image_tokens)) / 2048)
 
 
-def test_a_configuration_says_all_at_once_and_takes_what_is_printed(
-    shapes, plain, tiny, tmp_path, capsys
-):
+def test_what_is_printed_for_the_planner_is_taken_by_the_configuration(shapes, tiny, capsys):
     file = tiny / "config.yaml"
     tiled = (
         "model.vision.layout=tiles",
@@ -419,17 +404,6 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(
         "data.pack_length=300",
     )
     by_config = run_json(capsys, shapes, file, *tiled)
-    one_by_one = (
-        "--layout",
-        "tiles",
-        "--max-tiles",
-        4,
-        "--tile-size",
-        32,
-        "--tokens-per-image",
-        16,
-    )
-    assert by_config == run_json(capsys, shapes, *plain, *one_by_one, "--pack-length", 300)
     assert main(["inspect", str(file), *tiled[:2], str(shapes), *tiled[2:]]) == 0
     printed = capsys.readouterr().out
     assert "tiles of an image (tiles)" in printed and "positions of an image (tiles)" in printed
@@ -445,8 +419,8 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(
     )
 
 
-def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsys):
-    tiled = (*plain, "--layout", "tiles", "--tile-size", 32, "--tokens-per-image", 16, "--show")
+def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, capsys):
+    tiled = (*plain, "model.vision.layout=tiles", "--show")
     [sample] = run_json(capsys, shapes, *tiled, "b")[1]["samples"]
     images = [
         (row["positions"], row["text"]) for row in sample["rows"] if row["token"] == IMAGE_POSITION
@@ -461,7 +435,7 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
         "#" if row["token"] == IMAGE_POSITION else row["text"] for row in sample["rows"][1:-1]
     )
     assert written.replace(" ", "") == "TILE_1#TILE_2#TILE_GLOBAL#TILE_GLOBAL#acircleb"
-    lines = (*plain, "--layout", "anyres", "--vision", tiny / "vision", "--show")
+    lines = (*plain, *ANYRES, "--show")
     [sample] = run_json(capsys, shapes, *lines, "c")[1]["samples"]
     [(positions, text)] = [
         (r["positions"], r["text"]) for r in sample["rows"] if r["token"] == IMAGE_POSITION
@@ -472,38 +446,7 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--layout", "tiles"), "Give --vision NAME or --tile-size PIXELS"),
-        (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
-        (
-            ("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"),
-            "Give --vision NAME, both --tile-size",
-        ),
-        (
-            ("--layout", "tiles", "--vision", "TINY", "--show", "a"),
-            "join several patches into one token. Give a CONFIG",
-        ),
-    ],
-)
-def test_a_layout_that_lacks_a_number_is_refused(shapes, plain, tiny, arguments, said, capsys):
-    given = [str(tiny / "vision") if word == "TINY" else word for word in arguments]
-    assert main(["inspect", str(shapes), *plain, *given]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_layout_of_which_too_little_is_said_keeps_its_name(shapes, plain, capsys):
-    _, found = run_json(capsys, shapes, *plain, "--layout", "anyres", "--tokens-per-image", 16)
-    assert (found["layout"], found["packing"], found["image_positions"]) == ("anyres", [], None)
-
-
-def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
-    assert main(["inspect", str(folder), "--pack-length", "64"]) == 2
-    assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
-    with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
-    assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
-    assert "Give --vision NAME, --tokens-per-image N, or a CONFIG" in capsys.readouterr().err
+def test_a_key_that_no_sample_has_is_refused_with_those_that_are_like_it(folder, plain, capsys):
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     refused = capsys.readouterr().err
     assert "no sample has this key in 2 shards; similar keys: 000003, 000030, 000031" in refused
@@ -512,18 +455,11 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--show", "k"), "--show needs --tokenizer PATH and --template NAME, or a CONFIG"),
-        (("--template", "plain"), "--tokenizer and --template go together"),
+        (("--show", "k"), "--show depends on the models. Name a CONFIG before the SHARDS"),
+        (("--pack-length", "64"), "--pack-length depends on the models. Name a CONFIG"),
+        (("data.template=plain",), "data.template=plain: changes a CONFIG. Name one before it"),
         (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--verify", "--show", "k"), "not allowed with"),
-        (("a.yaml", "--layout", "tiles"), "--layout: a.yaml sets it"),
-        (("--max-tiles", "3"), "--max-tiles is for --layout tiles, not for square"),
-        (
-            ("--layout", "tiles", "--max-tiles", "1000000000"),
-            "at least 1, and at most 100, is needed",
-        ),
-        (("--layout", "tiles", "--tile-size", "5000"), "at most 4,096, is needed"),
-        (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v sets it"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, said, capsys):

@@ -291,10 +291,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
         len(tokenizer(records[number]["conversations"][1]["value"]).input_ids) + 1
         for number in (0, 2)
     ]
-    assert (
-        shard(folder, "--tokenizer", str(tiny / "llm"), "--template", "plain", "--workers", "2")
-        == 0
-    )
+    assert shard(folder, str(tiny / "config.yaml"), "--workers", "2") == 0
     fingerprint = text_fingerprint(tiny / "llm", "plain")
     text = read_index(folder / "out" / "shard-000000.tar").texts[fingerprint]
     assert text.tokens == [lengths[0], 0, lengths[1]]
@@ -303,7 +300,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
     assert summary["text_tokens"] == sum(lengths)
     assert (
         summary["options"]["text_fingerprint"] == fingerprint
-        and summary["options"]["template"] == "plain"
+        and summary["options"]["data.template"] == "plain"
     )
 
 

@@ -178,7 +178,10 @@ def test_the_same_records_in_any_form_become_the_same_shards(folder, name, capsy
     summary, plain = (
         json.loads((folder / out / "dataset.json").read_text()) for out in ("out", "json")
     )
-    assert (summary["options"].pop("format"), plain["options"].pop("format")) == ("auto", "llava")
+    assert (summary["options"].pop("data.format"), plain["options"].pop("data.format")) == (
+        "auto",
+        "llava",
+    )
     assert summary["options"] == plain["options"] and summary["sha256"] == plain["sha256"]
 
 
@@ -196,7 +199,7 @@ def test_tables_of_csv_and_pandas_are_read_as_they_were_meant(folder, write):
         write_csv(
             path, rows, encoding="utf-8-sig" if write == "bom" else "utf-8", delimiter=separator
         )
-    assert shard(folder, path, more=("--caption-prompt", "Was?")) == 0
+    assert shard(folder, path, more=("data.caption_prompt=Was?",)) == 0
     found = [
         members for tar in sorted((folder / "out").glob("*.tar")) for members in read_members(tar)
     ]
@@ -476,8 +479,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes_and_not_with_other_opt
     assert "too many bad records: 2 of the first 17 (2 missing_image)" in (capsys.readouterr().err)
     assert (folder / "out" / "unfinished.jsonl").is_file()
     again = ("--resume", "--max-reject-rate", "1")
-    assert shard(folder, name, more=(*again, "--caption-prompt", "What?")) == 2
-    assert 'caption_prompt was "Describe the image." and is "What?"' in capsys.readouterr().err
+    assert shard(folder, name, more=(*again, "data.caption_prompt=What?")) == 2
+    assert 'data.caption_prompt was "Describe the image." and is "What?"' in capsys.readouterr().err
     assert shard(folder, name, more=again) == 0
     assert "2 shards are there already" in capsys.readouterr().out
     assert shard(folder, name, out="whole", more=("--max-reject-rate", "1")) == 0
@@ -517,8 +520,8 @@ def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, caps
 
 def test_options_of_from_are_refused_with_json(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["shard", "--json", "a.json", "--format", "caption", "--out", str(tmp_path / "out")])
-    message = "--json: reads LLaVA's own records; use --from with --format"
+        main(["shard", "--json", "a.json", "data.format=caption", "--out", str(tmp_path / "out")])
+    message = "--json: reads LLaVA's own records; use --from with other keys"
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from archives import conversation, picture, write_tar
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
-from mmtrain.inspection.survey import Fill, epoch_fill, histogram, survey
+from mmtrain.inspection.survey import Fill, epoch_fill, survey
 from mmtrain.layouts.square import Square
 
 
@@ -64,13 +64,6 @@ def test_lengths_need_one_fingerprint_that_all_shards_have(tars, tmp_path):
         assert found.reasons == {"undecodable_image": 1}
     assert survey([both]).fingerprint is None
     assert survey([both], "other").text_tokens.tolist() == [5]
-
-
-def test_a_bin_is_a_round_number_wide_and_the_highest_percent_shares_one():
-    assert histogram(np.array([3, 3, 4, 6]), 10) == ([3, 4, 5, 6, 7], [2, 1, 0, 1])
-    assert histogram(np.array([64] * 5), 10) == ([64, 65], [5])
-    values = np.array([*range(100, 200), *range(100, 200), 9000])
-    assert histogram(values, 5) == ([100, 120, 140, 160, 180, 200, 9001], [40, 40, 40, 40, 40, 1])
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,11 @@ def make_shards(folder: Path, count: int) -> Path:
         folder,
         "--out",
         shards,
-        "--tokenizer",
-        LLM,
+        "--samples-per-shard",
+        -(-count // SHARDS),
     ]
-    arguments += ["--samples-per-shard", -(-count // SHARDS), "--template", "plain"]
-    command = python_child("-m", "mmtrain", "shard", *arguments)
+    counting = ("example:llava_pp4", f"model.llm.path={LLM}", "data.template=plain")
+    command = python_child("-m", "mmtrain", "shard", *counting, *arguments)
     subprocess.run(**command, check=True, stdout=subprocess.DEVNULL)
     return shards
 

@@ -406,7 +406,7 @@ def _fitting(
     """
     for option, key in (
         ("--image-key", adapters[0].image_key),
-        ("--caption-key", adapters[0].form.caption_key),
+        ("data.caption_key", adapters[0].form.caption_key),
     ):
         if key is not None and key not in keys:
             raise UserError(
@@ -422,7 +422,7 @@ def _fitting(
             f"{Counter(faults).most_common(1)[0][0].partition('; its keys are ')[0]}"
             for adapter, (_, faults) in zip(adapters, trials, strict=True)
         )
-        mend = "Name its picture by --image-key and its caption by --caption-key"
+        mend = "Name its picture by --image-key NAME and its caption by data.caption_key=NAME"
         if any("url" in key.lower() or _URL.match(key) for key in keys):
             mend = _DOWNLOAD
         if not {*formats.CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,15 +128,6 @@ def best(read: Sequence[int], seen: int) -> int:
     """
     enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
     return next(enough, max(range(len(read)), key=read.__getitem__))
-
-
-def format_argument(form: SampleFormat) -> str:
-    """Return the options of `mmtrain index` that select this format, for messages."""
-    words = ["--format", form.name]
-    if form.name == "caption":
-        words += ["--caption-prompt", form.caption_prompt]
-        words += [] if form.caption_key is None else ["--caption-key", form.caption_key]
-    return f" {shlex.join(words)}"
 
 
 def text_suffix(reading: str, suffixes: Collection[str]) -> str:

@@ -8,7 +8,6 @@ indexed shards --> those in which no sample can be trained on
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 from collections import Counter
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, first_few
-from mmtrain.config.schema import DataSection, SampleFormatName
+from mmtrain.config.schema import SampleFormatName
 from mmtrain.data.samples.formats import (
     IMAGE_KEYS,
     NAMES,
@@ -40,7 +39,7 @@ from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
-AUTO = "auto"
+AUTO: SampleFormatName = "auto"
 
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
@@ -80,9 +79,8 @@ def sample_format(
             reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
             example = next(fault.detail for fault in of_form if fault.reason == reason)
             lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
-        option = "--caption-key" if key == "SHARDS" else "data.caption_key"
         lines.append(
-            f"Captions under another key of KEY.json need {option}; "
+            "Captions under another key of KEY.json need data.caption_key; "
             "mmtrain shard makes shards of other data"
         )
         raise UserError("\n  ".join(lines))
@@ -107,29 +105,6 @@ def sample_format(
     return form
 
 
-def add_format_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `sample_format` needs to a command that reads samples without a
-    configuration.
-    """
-    parser.add_argument(
-        "--format",
-        default=AUTO,
-        choices=(AUTO, *NAMES),
-        help=f"sample format, as data.format ({AUTO})",
-    )
-    parser.add_argument(
-        "--caption-key",
-        metavar="KEY",
-        help="key of the captions, as data.caption_key (caption, text)",
-    )
-    parser.add_argument(
-        "--caption-prompt",
-        default=DataSection.model_fields["caption_prompt"].default,
-        metavar="TEXT",
-        help="question before captions, as data.caption_prompt (%(default)s)",
-    )
-
-
 def refuse_useless_shards(
     shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str
 ) -> None:
@@ -151,17 +126,12 @@ def refuse_useless_shards(
         or "no samples"
     )
     if len(useless) == len(shards):
-        of_command, of_eval = key == "SHARDS", key.startswith("eval.")
-        option = (
-            "--format"
-            if of_command
-            else "eval.format"
-            if of_eval
-            else "data.format or data.sets.N.format"
-        )
+        option = "data.format or data.sets.N.format"
+        if key.startswith("eval."):
+            option = "eval.format"
         remedy = f"set {option} to their format: {', '.join(NAMES)}"
         if reasons.keys() == {"template"}:
-            remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
+            remedy = "set data.template to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} "
             f"({why}). Fix them, or "

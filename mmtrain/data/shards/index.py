@@ -46,8 +46,8 @@ from mmtrain.data.samples.sample import Sample, image_number
 FORMAT = "mmtrain shard index"
 # 3: pictures that training refuses are faults, Alpaca and query/response rows are samples
 VERSION = 3
-MAKE = "mmtrain index --tokenizer PATH --template NAME"
-MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
+MAKE = "mmtrain index CONFIG"
+MEND = "mmtrain index CONFIG --rebuild"
 
 UNKNOWN_SIZE = (0, 0)  # width and height of an image whose header does not tell
 MAX_INDEX_BYTES = 1 << 30  # about 200 bytes a sample

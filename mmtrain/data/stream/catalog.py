@@ -29,7 +29,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
-from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
+from mmtrain.data.samples.formats import LLAVA, SampleFormat, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
@@ -39,7 +39,7 @@ from mmtrain.data.samples.sample import (
     without_images,
 )
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.data.shards.index import Faults, Member, ShardIndex, checksum_detail, read_index
+from mmtrain.data.shards.index import MAKE, Faults, Member, ShardIndex, checksum_detail, read_index
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
@@ -204,9 +204,7 @@ class Catalog:
         if texts is None or unreadable is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this format, tokenizer and "
-                "template. Make them: "
-                f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
-                f"{format_argument(one.form)}"
+                f"template. Make them: {MAKE} {shard}"
             )
         positions, tiles, unfit = _image_totals(index, self.layout)
         exact = np.array(texts.tokens, np.int64) + positions

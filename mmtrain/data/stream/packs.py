@@ -19,11 +19,10 @@ import torch
 from mmtrain.base.devices import copied
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.config.templates import template_name
-from mmtrain.data.samples.formats import format_argument
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, QuarantinedSample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
+from mmtrain.data.shards.index import MEND
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
@@ -139,12 +138,8 @@ class Processor:
             place = reader.catalog.find(number)
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard "
-                f"says {planned}: the "
-                "index is from another version of the tokenizer's library, or for another shard. "
-                "Index it again: "
-                f"mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
-                f"{format_argument(place.form)}"
+                f"says {planned}: the index is from another version of the tokenizer's library, "
+                f"or for another shard. Index it again: {MEND} {place.shard}"
             )
         return document
 

@@ -102,7 +102,11 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
             "image,image,caption\na,b,c",
             "its first line names image, image, caption. It must name",
         ),
-        ("a.csv", "picture\na.jpg", r"is known: picture\. Name its picture by --image-key and"),
+        (
+            "a.csv",
+            "picture\na.jpg",
+            r"is known: picture\. Name its picture by --image-key NAME and",
+        ),
         (
             "a.csv",
             'image,caption\na.jpg,"A" b\n',
@@ -173,13 +177,12 @@ def test_keys_that_are_named_are_taken_and_must_be_there(tmp_path):
         "B.",
     ]
     for form, key, named in (
-        (SampleFormat("auto", "satzz", "Was?"), None, "caption"),
-        (AUTO, "bilt", "image"),
+        (SampleFormat("auto", "satzz", "Was?"), None, "data.caption_key"),
+        (AUTO, "bilt", "--image-key"),
     ):
         with pytest.raises(
             UserError,
-            match=f"--{named}-key .*there is no such key or column; "
-            "it has foto, bild, caption, satz",
+            match=f"{named} .*there is no such key or column; it has foto, bild, caption, satz",
         ):
             opened(tmp_path / "a.csv", content, form, key)
 

@@ -292,16 +292,8 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
     shutil.copy(min((tiny / "shards").glob("*.tar")), tmp_path)
     file = tmp_path / "mine.jinja"
     file.write_text((SHIPPED / "llava_v1.jinja").read_text().replace("USER", "Asked"))
-    command = [
-        "index",
-        str(tmp_path),
-        "--tokenizer",
-        str(tiny / "llm"),
-        "--template",
-        str(file),
-        "--workers",
-        "1",
-    ]
+    reading = ["index", str(tiny / "config.yaml"), str(tmp_path), "--workers", "1"]
+    command = [*reading, f"data.template={file}"]
     assert main(command) == 0
     assert f"of {tiny / 'llm'}, FILE.jinja" in capsys.readouterr().out
     assert main(command) == 0
@@ -309,12 +301,8 @@ def test_commands_take_a_file_and_an_index_is_of_its_text(tiny, tmp_path, capsys
     file.write_text("{#- changed -#}\n" + file.read_text())
     assert main(command) == 0
     assert "are ready" not in capsys.readouterr().out
-    for wrong, message in (
-        ("poem", "'poem' is not a template. Choose one of plain"),
-        ("x.jinja", "no such file"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["inspect", str(tmp_path), "--tokenizer", str(tiny / "llm"), "--template", wrong])
+    for wrong, message in (("poem", "data.template"), ("x.jinja", "no such file")):
+        assert main([*reading, f"data.template={wrong}"]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -24,6 +24,7 @@ from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.square import Square
 
 LLM = "demo:llm"
+READ = ("example:llava_pp4", "data.template=plain", "--workers", "1")
 PROMPT = "What is it?"
 JPEG = picture(6, 4, "JPEG")
 
@@ -184,17 +185,8 @@ def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
         others[4] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
     )
     assert "data.caption_key" in others[5] and found(tars, "alt").name == "caption"
-    command = [
-        "index",
-        str(tars[0].parent),
-        "--tokenizer",
-        LLM,
-        "--template",
-        "plain",
-        "--workers",
-        "1",
-    ]
-    assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
+    command = ["index", *READ, str(tars[0].parent)]
+    assert main(command) == 2 and main([*command, "data.caption_key=alt"]) == 0
     assert (
         "SHARDS: format caption (KEY.json), as in 12 of the first 12 samples"
         in capsys.readouterr().out
@@ -264,7 +256,7 @@ def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_ar
         write(tmp_path / "good", llava, 5),
         write(tmp_path / "bad", lambda n: {"json": llava(n)["json"]}, 5),
     )
-    command = ["--tokenizer", LLM, "--template", "plain", "--workers", "1", "--format", "llava"]
+    command = [*READ, "data.format=llava"]
     assert main(["index", str(good[0].parent), str(bad[0].parent), *command]) == 0
     said = (
         "SHARDS: 1 of 2 shards hold no sample that can be trained on; "
@@ -284,24 +276,10 @@ def test_a_template_that_holds_none_of_the_conversations_is_blamed_and_not_their
 ):
     turns = 2 * [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": "that"}]
     write(tmp_path / "talk", lambda number: {"json": {"conversations": turns}}, 5)
-    assert (
-        main(
-            [
-                "index",
-                str(tmp_path / "talk"),
-                "--tokenizer",
-                LLM,
-                "--template",
-                "plain",
-                "--workers",
-                "1",
-            ]
-        )
-        == 2
-    )
+    assert main(["index", *READ, str(tmp_path / "talk")]) == 2
     said = capsys.readouterr().err
     assert "5 template: a conversation that data.template cannot hold" in said
-    assert said.endswith(". Fix them, or set --template to one that holds them\n")
+    assert said.endswith(". Fix them, or set data.template to one that holds them\n")
 
 
 def test_a_shard_of_img2dataset_is_read_sample_for_sample(logged):

@@ -164,7 +164,7 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
     crafted(tar, (column, value))
     named = {"samples": "keys", "llava": "faults"}.get(column[-1], column[-1])
     with pytest.raises(
-        UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$"
+        UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild {tar}$"
     ) as caught:
         read_index(tar)
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
@@ -214,9 +214,7 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
 def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex):
         indexed_texts(tar)
-    with pytest.raises(
-        MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"
-    ):
+    with pytest.raises(MissingIndex, match=r"mmtrain index CONFIG .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
     assert indexed_texts(tar) == {"0" * 16: 1, "f" * 16: 2}

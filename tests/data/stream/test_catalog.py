@@ -202,7 +202,7 @@ def test_lengths_for_another_tokenizer_are_refused_and_say_how_to_make_them(tmp_
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION)], text="another")
     with pytest.raises(
         UserError,
-        match=rf"^{tar}: its index has no token lengths .*mmtrain index {tar} --tokenizer",
+        match=rf"^{tar}: its index has no token lengths .*mmtrain index CONFIG {tar}$",
     ):
         open_catalog(tar)
 
