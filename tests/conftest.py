@@ -38,7 +38,7 @@ DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 # Seconds of each piece when it last ran with --record-seconds: {"daily": {piece: seconds},
 # "nightly": ...}.
 SECONDS = ROOT / "tests" / "seconds.json"
-SHORT = 5  # seconds; pieces below are not recorded
+LEAST = 5  # seconds; pieces below are not recorded
 # .ci/run runs one part of the nightly tests: as many parts as keep each below 35 minutes of 2
 # cores.
 NIGHTLY_PARTS = 5
@@ -78,7 +78,7 @@ class SecondsRecorder:
         record[tier] = {
             piece: took
             for piece, took in seconds.items()
-            if took >= SHORT and (ROOT / piece).exists()
+            if took >= LEAST and (ROOT / piece).exists()
         }
         SECONDS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
