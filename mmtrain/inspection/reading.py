@@ -125,7 +125,8 @@ def parse_reading_arguments(
     key=value beside it, and `options.shards` the others.
     """
     options = parser.parse_intermixed_args(arguments)
-    words, options.changes = options.shards, []
+    words = options.shards
+    options.changes = []
     options.config = next(
         (word for word in words if example_name(word) or word.endswith((".yaml", ".yml"))), None
     )
@@ -140,8 +141,8 @@ def parse_reading_arguments(
 
     if options.config is not None and (extra := flags(_OF_MODEL + _OF_LAYOUT)):
         parser.error(
-            f"{extra}: {options.config} sets it. Leave it out, or change a key: "
-            f"{options.config} key=value"
+            f"{extra}: {options.config} sets it. "
+            f"Leave it out, or change a key: {options.config} key=value"
         )
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
@@ -189,7 +190,8 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
     config = expand_pretrained(load_config(options.config, options.changes))
     data = config.data
     form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
-    layout, packs = image_layout(config), (data.pack_length, data.max_tiles_per_pack)
+    layout = image_layout(config)
+    packs = (data.pack_length, data.max_tiles_per_pack)
     return Reading(config.model.llm.path, data.template, form, layout, layout.name, "", *packs)
 
 
@@ -213,27 +215,24 @@ def _layout_class(options: argparse.Namespace) -> type[ImageLayout]:
 
 
 def _layout(options: argparse.Namespace) -> ImageLayout:
-    layout, side, positions = (
-        _layout_class(options),
-        options.tile_size or 0,
-        options.tokens_per_image or 0,
-    )
+    layout = _layout_class(options)
+    side = options.tile_size or 0
+    positions = options.tokens_per_image or 0
     if options.vision is not None:
         shape = vision_shape(options.vision, -1)
-        side, positions = shape.image_size, 0 if layout.joins_patches else shape.patches_per_image
+        side = shape.image_size
+        positions = 0 if layout.joins_patches else shape.patches_per_image
     if layout.has_newlines and math.isqrt(positions) ** 2 != positions:
         raise UserError(
             f"--tokens-per-image {positions}: --layout {layout.name} needs a square number of "
-            "image tokens per tile, "
-            f"for example {math.isqrt(positions) ** 2}"
+            f"image tokens per tile, for example {math.isqrt(positions) ** 2}"
         )
     if layout.attends_across or (layout.has_newlines and not (side and positions)):
         return Square(0)  # which has the same texts
     if layout.is_sized and not side:
         raise UserError(
             f"--layout {layout.name} writes a name before each tile, and the number of tiles "
-            "depends on their size. "
-            "Give --vision NAME or --tile-size PIXELS"
+            "depends on their size. Give --vision NAME or --tile-size PIXELS"
         )
     return layout(
         positions, side, **({} if options.max_tiles is None else {"max_tiles": options.max_tiles})

@@ -103,17 +103,18 @@ def survey(
         taken.append(positions_and_tiles(index, layout)[0])
         if (faults := index.faults.get(form.reading)) is None:
             raise UserError(
-                f"{tar}: its index has samples of format {', '.join(index.faults)} only. Index it: "
-                f"{MAKE} {tar}"
-                f"{format_argument(form)}"
+                f"{tar}: its index has samples of format {', '.join(index.faults)} only. "
+                f"Index it: {MAKE} {tar}{format_argument(form)}"
             )
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(index.texts), tuple(index.faults)))
     if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
         fingerprint = only[0][0]
-    of_samples, of_images = np.concatenate(images).astype(np.int32), np.concatenate(taken)
+    of_samples = np.concatenate(images).astype(np.int32)
+    of_images = np.concatenate(taken)
     is_known = of_images[:, 0] > 0
-    text_tokens, sample_set = None, None
+    text_tokens = None
+    sample_set = None
     if fingerprint is not None:
         catalog = Catalog(
             [DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS
@@ -148,7 +149,9 @@ def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
     About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above
     them.
     """
-    low, tail, high = int(values.min()), quantile(values, TAIL), int(values.max())
+    low = int(values.min())
+    tail = quantile(values, TAIL)
+    high = int(values.max())
     widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
     width = next(width for width in widths if width >= (tail - low + 1) / bins)
     edges = [*range(low // width * width, tail + width + 1, width)]

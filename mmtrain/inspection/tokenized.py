@@ -85,11 +85,12 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     tokenized = []
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
-        members, sizes = indexes[tar].members[place], indexes[tar].image_sizes[place]
+        members = indexes[tar].members[place]
+        sizes = indexes[tar].image_sizes[place]
         if sizes and reading.missing_positions:
             raise UserError(
-                f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; "
-                f"{reading.missing_positions}"
+                f"{tar}: sample {key} has {len(sizes)} "
+                f"image{'s' * (len(sizes) > 1)}; {reading.missing_positions}"
             )
         fault = catalog.faults.get(number)
         sample = reader.read(number)  # one with a fault too, for its turns
@@ -135,7 +136,8 @@ def _rows(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Row, ...]:
     ids = [token for token in document.input_ids if token != IMAGE_POSITION]
-    texts, runs = iter(_texts(ids, tokenizer)), _runs(document, sizes, layout)
+    texts = iter(_texts(ids, tokenizer))
+    runs = _runs(document, sizes, layout)
     rows: list[Row] = []
     at = 0
     while at < len(document.input_ids):

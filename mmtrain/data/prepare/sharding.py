@@ -154,9 +154,8 @@ class ShardMaker:
         if (finished := self.finished.get(job.number)) is not None:
             if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
-                    f"{finished.shard.file} was made of {finished.candidates:,} records, but "
-                    "would now hold "
-                    f"{len(job.candidates):,}: images have changed in size. "
+                    f"{finished.shard.file} was made of {finished.candidates:,} records, "
+                    f"but would now hold {len(job.candidates):,}: images have changed in size. "
                     f"Delete {self.out} and start again"
                 )
             return finished
@@ -226,8 +225,7 @@ def write_shard(
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); the unfinished file is removed. "
-            "Free space, or choose "
-            "another folder"
+            "Free space, or choose another folder"
         ) from error
     try:
         write_index(path, shard.index)

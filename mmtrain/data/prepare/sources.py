@@ -55,8 +55,8 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *text_files.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
-    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and "
-    "data.shards reads what it writes"
+    "mmtrain downloads nothing: "
+    "`img2dataset --output_format webdataset` does, and data.shards reads what it writes"
 )
 # As datasets and its hub name them: train-00000-of-00002.parquet, validation.parquet.
 _SPLIT_FILE = re.compile(
@@ -137,8 +137,8 @@ class Adapter:
         if self.form.name != "caption":
             return formats.READERS[self.form.name].description
         return (
-            f"captions (image: {self.image_key or 'none'}, caption: "
-            f"{self.form.caption_key or 'none'})"
+            "captions (image: "
+            f"{self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
         )
 
     def unread(self, keys: Iterable[str]) -> list[str]:
@@ -267,7 +267,8 @@ def _image(value: object) -> RowImage:
         if isinstance(value, str)
         else {"bytes": value}
     )
-    name, content = fields.get("path") or None, fields.get("bytes") or None
+    name = fields.get("path") or None
+    content = fields.get("bytes") or None
     if isinstance(name, str) and (begin := _BASE64.match(name)):
         try:
             return RowImage(None, memoryview(binascii.a2b_base64(name[begin.end() :])))
@@ -376,7 +377,9 @@ class ImageReader:
                 continue
             source, row = place(self.sources, candidate.record)
             if source is not self.opened or row < self.next_row:
-                self.opened, self.rows, self.next_row = source, source.rows(row), row
+                self.opened = source
+                self.rows = source.rows(row)
+                self.next_row = row
             content = next(itertools.islice(self.rows, row - self.next_row, None), None)
             self.next_row = row + 1
             images = source.adapter.images(content) if isinstance(content, dict) else ()
@@ -464,8 +467,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
             raise UserError(
-                f"{path}: the name must end in one of {suffixes}, or be a folder of "
-                "datasets' save_to_disk"
+                f"{path}: "
+                f"the name must end in one of {suffixes}, or be a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]
     names = (
@@ -489,8 +492,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     if len(splits) > 1:
         seen = ", ".join(sorted(splits))
         raise UserError(
-            f"{path}: holds several splits ({seen}). Name the files of one: "
-            f"--from {path}/SPLIT*.parquet"
+            f"{path}: holds several splits ({seen}). "
+            f"Name the files of one: --from {path}/SPLIT*.parquet"
         )
     return [(f"{path.name}/{name}", path / name) for name in names]
 

@@ -64,7 +64,8 @@ def _array_elements(path: Path) -> Iterator[object]:
     """Yield the elements of a JSON array, each read from a window that grows until the element ends
     in it.
     """
-    decoder, count = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    count = 0
     with _opened(path) as stream:
         text = ""
         while "[" not in text:
@@ -78,13 +79,13 @@ def _array_elements(path: Path) -> Iterator[object]:
                 end = _SPACE.match(text, end).end()
                 mark = text[end]
             except (ValueError, IndexError, RecursionError) as error:
-                text, at = text[at:], 0
+                text = text[at:]
+                at = 0
                 more = stream.read(min(max(_CHUNK, len(text)), MAX_RECORD_BYTES + 1 - len(text)))
                 if not more:
                     raise UserError(
-                        f"{path}: not valid JSON after {count:,} records ({error}). "
-                        "Is the file complete? A record may "
-                        f"have at most {MAX_RECORD_BYTES:,} characters"
+                        f"{path}: not valid JSON after {count:,} records ({error}). Is the file "
+                        f"complete? A record may have at most {MAX_RECORD_BYTES:,} characters"
                     ) from None
                 text += more
                 continue
@@ -94,7 +95,8 @@ def _array_elements(path: Path) -> Iterator[object]:
                 )
             if not is_empty:
                 yield value
-            count, at = count + 1, end + 1
+            count += 1
+            at = end + 1
             if mark == "]":
                 if (text[at:] + stream.read(_CHUNK)).strip():
                     raise UserError(f"{path}: not valid JSON: text follows the array")
@@ -124,7 +126,8 @@ def _records_inside(content: dict) -> Iterator[object]:
     """Yield the captions of COCO's object, the records of an object that holds them by id or in a
     list, or itself.
     """
-    images, annotations = content.get("images"), content.get("annotations")
+    images = content.get("images")
+    annotations = content.get("annotations")
     objects = (
         [one for one in annotations if isinstance(one, dict)]
         if isinstance(annotations, list)
@@ -186,8 +189,8 @@ def table_rows(path: Path) -> Iterator[object]:
             )
         if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
             needed = (
-                f"{path.suffix} has {separator!r}. Save it so, with quotes around "
-                "texts that hold one"
+                f"{path.suffix} has {separator!r}. "
+                "Save it so, with quotes around texts that hold one"
             )
             raise UserError(
                 f"{path}: its first line has {found[0]!r} between the columns, but {needed}"
@@ -202,8 +205,7 @@ def table_rows(path: Path) -> Iterator[object]:
             ):
                 raise UserError(
                     f"{path}: line {first:,} has a field with a tab and a line break: "
-                    "probably a quote is not closed "
-                    f"and includes the rows that follow. {mend}"
+                    f"probably a quote is not closed and includes the rows that follow. {mend}"
                 )
             yield row if None not in row and None not in fields else fields
             first = reader.line_num + 1

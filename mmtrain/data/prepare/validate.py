@@ -83,7 +83,10 @@ class Validator:
             size = self._size(candidate, adapted.images)
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
-                number, filled, candidates, rejected = number + 1, 0, [], []
+                number += 1
+                filled = 0
+                candidates = []
+                rejected = []
             candidates.append(candidate)
             filled += size
         if candidates or rejected:
@@ -178,17 +181,15 @@ class ShardStats:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
             if self.reasons["missing_image"] == rejection.record + 1:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images "
-                    "says, the last is "
-                    f"{rejection.detail}. Name the folder that the records' names are relative to"
+                    f"the first {rejection.record + 1:,} images are not where --images says, "
+                    f"the last is {rejection.detail}. "
+                    "Name the folder that the records' names are relative to"
                 )
             raise UserError(
                 f"too many bad records: {self.reasons.total():,} of the first "
-                f"{rejection.record + 1:,} ({counts}), "
-                f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: "
-                f"{rejection.detail}. "
-                "Fix them, give rows that are not LLaVA's by --from, not --json, or raise "
-                "--max-reject-rate"
+                f"{rejection.record + 1:,} ({counts}), but {allowed:,} of {self.total:,} are "
+                f"allowed; the last is {rejection.reason}: {rejection.detail}. Fix them, "
+                "give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
@@ -260,8 +261,8 @@ def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
     if differ:
         raise UserError(
             f"--resume: {file} is from another run: {'; '.join(differ)}. "
-            "Old and new shards would not form one data "
-            f"set. Use that run's options and files, or delete {file.parent} and start again"
+            "Old and new shards would not form one data set. "
+            f"Use that run's options and files, or delete {file.parent} and start again"
         )
 
 

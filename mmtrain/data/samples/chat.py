@@ -32,9 +32,8 @@ PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))
 MAX_RENDERED = 10_000_000  # characters; the texts of a conversation have at most a tenth of it
 FIXED_DATE = datetime(2024, 7, 26)  # the day that Llama 3's own template falls back to
 FIXED_CLOCK = (  # a macro hides the function of this name that transformers gives to templates
-    "{% macro strftime_now(format) %}"
-    "{{ fixed_dates[format] or raise_exception('strftime_now needs its format written out') }}"
-    "{% endmacro %}\n"
+    "{% macro strftime_now(format) %}{{ fixed_dates[format] or raise_exception('strftime_now needs "
+    "its format written out') }}{% endmacro %}\n"
 )
 
 Span = tuple[int, int]  # begin and end in characters
@@ -64,7 +63,8 @@ class JinjaTemplate:
         """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED
         characters.
         """
-        pieces, length = [], 0
+        pieces = []
+        length = 0
         try:
             for piece in self._template.generate({**variables, "messages": messages}):
                 length += len(piece)
@@ -140,8 +140,8 @@ class ChatText:
         # right.
         if header.strip() and prompt == self._render(PROBE[:1]):
             raise self.unfit(
-                f"ignores add_generation_prompt: {header!r} would be learnt as part "
-                "of every answer",
+                "ignores add_generation_prompt: "
+                f"{header!r} would be learnt as part of every answer",
                 "writes it when add_generation_prompt is set",
             )
 
@@ -160,8 +160,8 @@ class ChatText:
             whole = self._render(turns[: number + 1]) if number + 1 < len(turns) else text
             if not whole.startswith(prompt):
                 raise self.unfit(
-                    "writes another prompt before an answer than add_generation_prompt "
-                    f"({_difference(prompt, whole)})",
+                    "writes another prompt before an answer than "
+                    f"add_generation_prompt ({_difference(prompt, whole)})",
                     "begins answers as add_generation_prompt does",
                 )
             self._refuse_lost_text(asked, whole[spans[-1][1] if spans else 0 : len(prompt)])
@@ -171,8 +171,8 @@ class ChatText:
             end = len(whole) - self.unsupervised_tail
             if not text.startswith(whole[:end]):
                 raise self.unfit(
-                    "rewrites earlier turns when later ones follow "
-                    f"({_difference(whole[:end], text)})",
+                    "rewrites earlier turns when later ones "
+                    f"follow ({_difference(whole[:end], text)})",
                     "does not, or a sample with one question",
                 )
             spans.append((len(prompt), end))
@@ -250,7 +250,8 @@ def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str
     """
     if template not in NAMES or template == "chat":
         return jinja
-    bos, word = tokenizer.bos_token or "", "A"
+    bos = tokenizer.bos_token or ""
+    word = "A"
     ids = tokenizer(word).input_ids
     for begin in (bos, bos + " ", ""):
         begun = tokenizer(begin + word, add_special_tokens=False).input_ids

@@ -240,11 +240,12 @@ def qa_turns(record: object, images: int) -> Turns:
         sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
         turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
         return _conversation(record, turns, images)
-    question, answer = _question(record), first_value(record, ANSWER_KEYS)
+    question = _question(record)
+    answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         needed = (
-            f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of "
-            f"{{user, assistant}}"
+            f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, "
+            "or texts of {user, assistant}"
         )
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
     messages: list[dict] = []
@@ -316,13 +317,14 @@ def interleaved_turns(record: object, images: int) -> Turns:
     The images that it begins with are the question. Where the record lists no images, each null
     among the texts is one.
     """
-    texts, named = first_value(record, TEXTS_KEYS), first_value(record, ("images",))
+    texts = first_value(record, TEXTS_KEYS)
+    named = first_value(record, ("images",))
     if not isinstance(texts, list) or not all(
         isinstance(value_text(text), str | None) for text in texts
     ):
         needed = (
-            "it needs a list of texts and nulls under texts, and under images a list with "
-            "nulls for the texts"
+            "it needs a list of texts and nulls under texts, "
+            "and under images a list with nulls for the texts"
         )
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     named = [text is None for text in texts] if named is None else named

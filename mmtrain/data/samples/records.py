@@ -226,7 +226,8 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     read = []
     for number, turn in enumerate(turns):
-        speaker, text = turn.get("from"), value_text(turn.get("value"))
+        speaker = turn.get("from")
+        text = value_text(turn.get("value"))
         if speaker not in ROLES or (speaker == "system" and number > 0):
             raise BadSample("unknown_role", f"turn {number} is from {short(speaker)}")
         refuse_unread_parts(number, turn)

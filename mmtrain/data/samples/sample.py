@@ -102,7 +102,8 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     numbered = sorted(
         (number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None
     )
-    numbers, names = [number for number, _ in numbered], [suffix for _, suffix in numbered]
+    numbers = [number for number, _ in numbered]
+    names = [suffix for _, suffix in numbered]
     if numbers != list(range(len(numbers))) or (
         len(names) > 1 and not all(name[0].isdigit() for name in names)
     ):

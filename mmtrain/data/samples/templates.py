@@ -57,8 +57,7 @@ class PlainTemplate:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "data.template: plain ends captions with the EOS token, but the tokenizer of "
-                f"{tokenizer.name_or_path} "
-                "has none. Set eos_token in its tokenizer_config.json"
+                f"{tokenizer.name_or_path} has none. Set eos_token in its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
         self.layout = layout
@@ -76,8 +75,7 @@ class PlainTemplate:
         except BadSample as error:
             raise UserError(
                 f"data.template=plain: {error.detail}. "
-                "Put another tokenizer into the model's folder, or set "
-                "model.vision.layout=square"
+                "Put another tokenizer into the model's folder, or set model.vision.layout=square"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
@@ -88,8 +86,8 @@ class PlainTemplate:
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
             seen = (
-                f"it has {len(speakers) // 2} questions and answers, which data.template=chat "
-                "or llava_v1 takes"
+                f"it has {len(speakers) // 2} questions and answers, "
+                "which data.template=chat or llava_v1 takes"
             )
             raise BadSample(
                 "template", f"the plain template takes one question and one answer; {seen}"
@@ -153,9 +151,8 @@ class ChatTemplate:
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: {called} finds answers by character offsets, but the tokenizer "
-                f"of {self.name} "
-                f"({type(tokenizer).__name__}) has none. "
+                f"data.template: {called} finds answers by character offsets, "
+                f"but the tokenizer of {self.name} ({type(tokenizer).__name__}) has none. "
                 "Save a fast one (tokenizer.json) into the model's folder, or, "
                 "for captions of images, set data.template=plain"
             )
@@ -201,7 +198,8 @@ class ChatTemplate:
         text, spans, around = _wrapped(text, spans, [written for written, _ in images])
         positions = list(itertools.chain.from_iterable(runs for _, runs in images))
         encoding = self._encoded(text)
-        ids, offsets = encoding.ids, encoding.offsets
+        ids = encoding.ids
+        offsets = encoding.offsets
         _refuse_unread_marks(ids, self.image_id, positions, self.name)
         in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         last = [
@@ -211,8 +209,8 @@ class ChatTemplate:
         ]
         if in_answer[0] or len(last) != len(spans):
             raise self.chat.unfit(
-                "writes nothing before an answer, or nothing between two, so answers "
-                "cannot be found",
+                "writes nothing before an answer, or nothing between two, "
+                "so answers cannot be found",
                 "puts a mark there",
             )
         for token in last:
@@ -252,14 +250,15 @@ class ChatTemplate:
         `joined` tokens do.
         """
         # no begin of a text
-        prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])
-        ids, decode = prompt.ids + answer.ids[1:], self.tokenizer.backend_tokenizer.decode
+        prompt = self._encoded(text[:begin])
+        answer = self._encoded(IMAGE_MARK + text[begin:])
+        ids = prompt.ids + answer.ids[1:]
+        decode = self.tokenizer.backend_tokenizer.decode
         if begin < spans[-1][0] or decode(ids) != decode(joined):
             raise self.chat.unfit(
-                f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads "
-                "otherwise before "
-                f"{text[begin : begin + 20]!r}: this answer would be learnt behind another "
-                "prompt than is asked",
+                f"ends a prompt with {text[:begin][-20:]!r}, "
+                f"which the tokenizer reads otherwise before {text[begin : begin + 20]!r}: "
+                "this answer would be learnt behind another prompt than is asked",
                 "ends prompts with a special token, or remove what the answer begins with",
             )
         moved = begin - len(IMAGE_MARK)
@@ -326,10 +325,9 @@ def _refuse_unread_marks(
     if (read := ids.count(image_id)) != len(runs):
         raise BadSample(
             "template",
-            f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} "
-            f"{IMAGE_MARK} tokens in their "
-            f"text; {IMAGE_MARK} must be an added token with normalized: "
-            "false and single_word: false",
+            f"{len(runs)} images or tiles, "
+            f"but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their text; "
+            f"{IMAGE_MARK} must be an added token with normalized: false and single_word: false",
         )
 
 
@@ -343,9 +341,9 @@ def _document(
     """Shift the labels; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
-            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token "
-            f"{max(input_ids)}, but "
-            f"the model's embedding has {template.vocab_size} rows: they do not belong together"
+            f"{sample.where}: "
+            f"the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, "
+            f"but the model's embedding has {template.vocab_size} rows: they do not belong together"
         )
     return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
 
@@ -362,8 +360,8 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
         if mark := special_texts.search(text):
             raise BadSample(
                 "template",
-                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, which "
-                "could end the turn",
+                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, "
+                "which could end the turn",
             )
 
 
@@ -400,7 +398,8 @@ def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTok
     The libraries take the number of tokens for its id, which another token has where the vocabulary
     has holes.
     """
-    copied, vocabulary = copy.deepcopy(tokenizer), tokenizer.get_vocab()
+    copied = copy.deepcopy(tokenizer)
+    vocabulary = tokenizer.get_vocab()
     copied("")  # switches off the truncation and padding that tokenizer.json may ask for
     new = [mark for mark in marks if mark not in vocabulary]
     if isinstance(copied, PreTrainedTokenizerFast) and max(vocabulary.values()) >= len(copied):
@@ -424,7 +423,8 @@ def _overlapping(
     the token. An added token that begins before a span is not in it, though it may swallow white
     space there (Phi 3's rstrip).
     """
-    begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
+    begins = [begin for begin, _ in spans]
+    ends = [end for _, end in spans]
     result = []
     previous_end = 0
     for token, (start, end) in zip(ids, offsets, strict=True):

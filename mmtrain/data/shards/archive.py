@@ -63,7 +63,8 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
     for damage, compressed tars, what is no regular file, and names that are unsafe or not UTF-8.
     """
     end = stream.seek(0, 2)
-    offset, last = 0, "the start"
+    offset = 0
+    last = "the start"
     # path and size of the next header's file, where ustar has no room for them
     extended: dict[str, bytes] = {}
     while True:
@@ -77,8 +78,8 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
         if not any(block):
             if extended:
                 raise UserError(
-                    f"{path}: ends at byte {offset} where a header must follow, "
-                    f"after {last}. {hint}"
+                    f"{path}: "
+                    f"ends at byte {offset} where a header must follow, after {last}. {hint}"
                 )
             _refuse_more(path, stream, offset, last)
             return
@@ -103,8 +104,8 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
         if header.type in (*PAX_TYPES, *LONG_TYPES):
             if size > MAX_EXTENSION_BYTES:
                 raise UserError(
-                    f"{path}: a header at byte {offset} holds {size:,} bytes: "
-                    "more than a name; no shard"
+                    f"{path}: a header at byte {offset} holds {size:,} bytes: more than a name; "
+                    "no shard"
                 )
             extended.update(_extensions(path, offset, header.type, stream.read(size)))
         else:
@@ -113,11 +114,11 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
                 yield ArchiveFile(name, offset + BLOCK, size)
             elif not header.isdir():
                 raise UserError(
-                    f"{path}: {name!r} at byte {offset} is a link, a device or similar (type "
-                    f"{header.type!r}). Shards "
-                    "hold regular files only"
+                    f"{path}: {name!r} at byte {offset} is a link, "
+                    f"a device or similar (type {header.type!r}). Shards hold regular files only"
                 )
-            last, extended = repr(name), {}
+            last = repr(name)
+            extended = {}
         offset += BLOCK + -(-content // BLOCK) * BLOCK
 
 
@@ -128,10 +129,9 @@ def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
     while rest := stream.read(len(_ZEROS)):
         if rest != _ZEROS[: len(rest)]:
             raise UserError(
-                f"{path}: has an end of archive at byte {offset}, after {last}, but more follows "
-                "it: a header was "
-                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack "
-                "and shard them again)"
+                f"{path}: has an end of archive at byte {offset}, after {last}, "
+                "but more follows it: a header was overwritten with zeros (copy the file again), "
+                "or tars were joined by cat (unpack and shard them again)"
             )
 
 
@@ -155,8 +155,8 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
     extensions = {name: records[name] for name in ("path", "size") if name in records}
     if extensions and kind == tarfile.XGLTYPE:
         raise UserError(
-            f"{path}: a global header at byte {offset} gives all files one "
-            f"{' and '.join(extensions)}"
+            f"{path}: "
+            f"a global header at byte {offset} gives all files one {' and '.join(extensions)}"
         )
     return extensions
 

@@ -73,8 +73,8 @@ def sample_format(
     if not readable:
         _refuse_scattered(shards[0])
         lines = [
-            f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in "
-            "a known format:"
+            f"{key}: "
+            f"none of the first {len(first)} samples of {shards[0]} can be read in a known format:"
         ]
         for form, of_form in zip(forms, faults, strict=True):
             reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
@@ -95,14 +95,13 @@ def sample_format(
         ]
         more = f"; not read: {escape(first_few(unread, 20))}" if unread else ""
     _log.debug(
-        f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first "
-        f"{len(first)} samples{more}"
+        f"{key}: format {form.name} (KEY.{suffix}), "
+        f"as in {readable} of the first {len(first)} samples{more}"
     )
     if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
-            f"{key}: KEY.json has an unread question; "
-            f"captions answer {caption_prompt!r} (data.caption_prompt). "
-            "If an answer is beside it, data.format=qa reads both"
+            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} "
+            "(data.caption_prompt). If an answer is beside it, data.format=qa reads both"
         )
     return form
 
@@ -151,7 +150,8 @@ def refuse_useless_shards(
         or "no samples"
     )
     if len(useless) == len(shards):
-        of_command, of_eval = key == "SHARDS", key.startswith("eval.")
+        of_command = key == "SHARDS"
+        of_eval = key.startswith("eval.")
         option = (
             "--format"
             if of_command
@@ -163,14 +163,12 @@ def refuse_useless_shards(
         if reasons.keys() == {"template"}:
             remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
         raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} "
-            f"({why}). Fix them, or "
-            f"{remedy}"
+            f"{key}: no sample in {len(shards):,} shards can be trained on, "
+            f"read as {form.name} ({why}). Fix them, or {remedy}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
-        "the first is "
-        f"{useless[0]} ({why})"
+        f"the first is {useless[0]} ({why})"
     )
 
 
@@ -212,8 +210,7 @@ def _refuse_scattered(shard: Path) -> None:
             files = escape(f"{key}.{min(earlier)} and {key}.{min(members)}")
             raise UserError(
                 f"{shard}: {files} are not neighbours, so readers take them for two samples. "
-                "Write the tar with each "
-                "sample's files together, for example by tar --sort=name"
+                "Write the tar with each sample's files together, for example by tar --sort=name"
             )
         earlier.update(dict.fromkeys(members, b""))
 

@@ -73,8 +73,7 @@ def checksum_detail(member: Member) -> str:
     """Describe a member whose bytes are not those that were indexed, for the reason "checksum"."""
     return (
         f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: "
-        "they are damaged, or the shard "
-        f"was replaced after it was indexed (then run {MEND} SHARD)"
+        f"they are damaged, or the shard was replaced after it was indexed (then run {MEND} SHARD)"
     )
 
 
@@ -136,7 +135,8 @@ def index_path(tar: Path) -> Path:
     """Path of a shard's index: beside the tar, or in the cache if there is one or that folder
     cannot be written.
     """
-    cached, beside = _in_cache(tar), _beside(tar)
+    cached = _in_cache(tar)
+    beside = _beside(tar)
     if os.access(cached, os.F_OK) or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
         return cached
     return beside
@@ -179,7 +179,8 @@ def write_index(tar: Path, index: ShardIndex) -> None:
     header |= {"samples": len(index.keys), "texts": _usable(index.texts), "bytes": len(content)}
     header["crc32"] = _crc32(header, content)
     lines = compact_json(header) + b"\n" + content + b"\n"
-    beside, cached = _beside(tar), _in_cache(tar)
+    beside = _beside(tar)
+    cached = _in_cache(tar)
     for path in (beside, cached):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,10 +211,11 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
             raise UserError(
-                f"{path} has version {version}; this mmtrain reads {VERSION}. Make it again: "
-                f"{MEND} {tar}"
+                f"{path} has version {version}; this mmtrain reads {VERSION}. "
+                f"Make it again: {MEND} {tar}"
             )
-        crc32, content = header.pop("crc32"), rest[:-1]
+        crc32 = header.pop("crc32")
+        content = rest[:-1]
         if (
             rest[-1:] != b"\n"
             or len(content) != header["bytes"]
@@ -229,17 +231,17 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != checked.tar_bytes:
         raise UserError(
-            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has "
-            f"{tar_bytes:,}. If "
-            f"the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
+            f"{path}: is stale: "
+            f"made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has {tar_bytes:,}. "
+            f"If the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
         )
     return path, checked, content
 
 
 def _damaged(path: Path, tar: Path, seen: str) -> UserError:
     return UserError(
-        f"{path}: is damaged ({seen}). Restore a copy of it or, if the tar is sound, run: "
-        f"{MEND} {tar}"
+        f"{path}: is damaged ({seen}). "
+        f"Restore a copy of it or, if the tar is sound, run: {MEND} {tar}"
     )
 
 
@@ -337,8 +339,11 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     """Build an index; raises ValueError for fields that do not fit each other: a made-up index has
     a right checksum.
     """
-    content, samples = _checked(_Content, value), header.samples
-    members, images, texts = content.members, content.images, content.texts
+    content = _checked(_Content, value)
+    samples = header.samples
+    members = content.members
+    images = content.images
+    texts = content.texts
     columns = {
         "keys": content.keys,
         "members.counts": members.counts,
@@ -374,10 +379,8 @@ def _parse(header: _Header, value: object) -> ShardIndex:
         )
     pictures = {suffix for suffix in set(members.suffix) if image_number(suffix) is not None}
     for place, sample in enumerate(index.members):
-        files, sizes = (
-            sum(member.suffix in pictures for member in sample),
-            len(index.image_sizes[place]),
-        )
+        files = sum(member.suffix in pictures for member in sample)
+        sizes = len(index.image_sizes[place])
         if files != sizes and not all(place in faults for faults in index.faults.values()):
             raise ValueError(
                 f"images.counts: {escape(index.keys[place])} has {files} images and {sizes} sizes"

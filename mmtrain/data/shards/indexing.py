@@ -159,7 +159,9 @@ def _index_shard(
         with tar.open("rb") as stream:
             # a process with another tokenizer waits, and then adds its lengths to these
             lock(stream)
-            index, form, lengths = None, count.form, TextLengths([])
+            index = None
+            form = count.form
+            lengths = TextLengths([])
             with contextlib.suppress(MissingIndex):
                 index = None if rebuild else read_index(tar)
             if index is not None and count.fingerprint in index.texts:
@@ -177,8 +179,8 @@ def _index_shard(
                 scanned = scan_shard(tar, measure, form)
                 if scanned.keys != index.keys:
                     raise UserError(
-                        f"{tar}: its samples differ from its index. If the samples are right: "
-                        f"{MEND} {tar}"
+                        f"{tar}: its samples differ from its index. "
+                        f"If the samples are right: {MEND} {tar}"
                     )
                 index.faults |= scanned.faults
             index.texts[count.fingerprint] = lengths
@@ -274,18 +276,21 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         named = sample_name(file.name)
         if named is None:
             raise UserError(
-                f"{tar}: {file.name!r} belongs to no sample: "
-                "webdataset skips names without a key or a suffix, and "
-                "some that begin with two underscores. Write the tar without it"
+                f"{tar}: {file.name!r} belongs to no sample: webdataset skips names without a key "
+                "or a suffix, and some that begin with two underscores. Write the tar without it"
             )
         key, suffix = named
         stream.seek(file.offset)
-        is_image, is_text = image_number(suffix) is not None, suffix in TEXT_SUFFIXES
+        is_image = image_number(suffix) is not None
+        is_text = suffix in TEXT_SUFFIXES
         limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if is_text else 0
-        crc32, content = 0, b""
+        crc32 = 0
+        content = b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
-            crc32, content = zlib.crc32(chunk, crc32), chunk
-        size, fault = UNKNOWN_SIZE, None
+            crc32 = zlib.crc32(chunk, crc32)
+            content = chunk
+        size = UNKNOWN_SIZE
+        fault = None
         if is_image and file.size > limit:
             fault = ("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}")
         elif is_image:
@@ -315,7 +320,8 @@ def _add_sample(
 ) -> Sample | None:
     """Append a sample to the index and return it without its images; None for one with a fault."""
     members = {file.member.suffix: file for file in files}
-    sample, sizes = None, ()
+    sample = None
+    sizes = ()
     try:
         if len(members) < len(files):
             raise BadSample(

@@ -51,7 +51,8 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     shield_multiprocessing()
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
     with naming_shared_memory():  # here: the caller takes an OSError for one of what it writes
-        stop, through = context.Event(), context.Value("q", 0)
+        stop = context.Event()
+        through = context.Value("q", 0)
         pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
         # a worker that has not begun would print a traceback
@@ -63,8 +64,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed from outside, perhaps for lack of memory. "
-            "Use fewer workers; finished work is "
-            "kept"
+            "Use fewer workers; finished work is kept"
         ) from None
     finally:
         stop.set()
@@ -74,7 +74,8 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
 def _run_here(
     work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
 ) -> Iterator[tuple[Task, Result]]:
-    through, ticked = 0, time.monotonic()
+    through = 0
+    ticked = time.monotonic()
 
     def advance(samples: int) -> None:
         nonlocal through, ticked

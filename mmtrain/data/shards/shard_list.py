@@ -76,9 +76,8 @@ def expand_shards(
         if path.suffix.lower() in _RECORD_SUFFIXES:
             raise UserError(
                 f"{key}: {path} is a file of records, not a webdataset tar. "
-                "Make tars with mmtrain shard "
-                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for "
-                "text), and name FOLDER"
+                f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
+                "FOLDER (no --images for text), and name FOLDER"
             )
     if len(set(tars)) < len(tars):
         twice = next(path for number, path in enumerate(tars) if path in tars[:number])
@@ -93,22 +92,20 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
             raise UserError(
-                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts "
-                "it as it starts. "
-                "Start it again, with an unchanged XDG_CACHE_HOME"
+                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it "
+                "as it starts. Start it again, with an unchanged XDG_CACHE_HOME"
             )
         return tars
     if not pattern:
         raise UserError(
-            f"{key}: the name is empty. Name a webdataset tar, or set {key}=null where "
-            "that is allowed"
+            f"{key}: the name is empty. "
+            f"Name a webdataset tar, or set {key}=null where that is allowed"
         )
     is_pipe = pattern.startswith(PIPE)
     if "://" in pattern and not is_pipe:
         raise UserError(
-            f"{key}: {pattern!r} is a URL, but shards are read from local files. "
-            "Download them, or let a program do "
-            f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
+            f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, "
+            f"or let a program do it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
         )
     if is_pipe:
         return [_piped_shard(name, allow_pipe, key) for name in _without_braces(pattern, key)]
@@ -147,8 +144,7 @@ def _without_braces(pattern: str, key: str) -> list[str]:
     except UnbalancedBracesError:
         raise UserError(
             f"{key}: {pattern!r} has braces that do not match. "
-            f"Write a range as shard-{{000000..000099}}.tar, and a "
-            "brace in a name as \\{"
+            "Write a range as shard-{000000..000099}.tar, and a brace in a name as \\{"
         ) from None
 
 
@@ -161,11 +157,12 @@ def _refuse_endless(pattern: str, key: str) -> None:
         )
     if "**" in pattern:
         raise UserError(
-            f"{key}: {shown} would search all folders below. Write one * per folder between, e.g. "
-            "data/*/*.tar"
+            f"{key}: {shown} would search all folders below. "
+            "Write one * per folder between, e.g. data/*/*.tar"
         )
     # at most: a range inside other braces counts as often as they have alternatives
-    names, rest = 1, pattern
+    names = 1
+    rest = pattern
     while group := _INNERMOST.search(rest):
         number = _RANGE.fullmatch(group[1])
         names *= abs(int(number[2]) - int(number[1])) + 1 if number else group[1].count(",") + 1
@@ -173,8 +170,7 @@ def _refuse_endless(pattern: str, key: str) -> None:
     if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
         raise UserError(
             f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than "
-            f"{MAX_BRACES}. Correct "
-            "the range, or name the folder's tars by FOLDER/*.tar"
+            f"{MAX_BRACES}. Correct the range, or name the folder's tars by FOLDER/*.tar"
         )
 
 
@@ -209,9 +205,8 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         names = ", ".join(allowed) or "none"
         raise UserError(
             f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. "
-            "If you trust it, give "
-            "data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, or download the shards "
-            "and name the files"
+            "If you trust it, give data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, "
+            "or download the shards and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -257,9 +252,8 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
                 f"{key}: {folder} holds an unfinished data set: "
-                "mmtrain shard was stopped before it wrote "
-                "dataset.json there. Run that command again with --resume, or delete the folder "
-                "and make it again"
+                "mmtrain shard was stopped before it wrote dataset.json there. "
+                "Run that command again with --resume, or delete the folder and make it again"
             )
 
 

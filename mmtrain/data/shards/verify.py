@@ -63,7 +63,8 @@ def verify_shard(
 
 def _content_fault(stream: BinaryIO, member: Member) -> str | None:
     stream.seek(member.offset)
-    crc32, rest = 0, member.size
+    crc32 = 0
+    rest = member.size
     while rest:
         try:
             chunk = stream.read(min(_CHUNK, rest))
@@ -71,7 +72,8 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
             return f"cannot be read ({error.strerror})"
         if not chunk:
             return "is cut off by the end of the file"
-        crc32, rest = zlib.crc32(chunk, crc32), rest - len(chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+        rest -= len(chunk)
     if crc32 != member.crc32:
         return f"{member.size:,} bytes whose CRC32 is {crc32:08x}, not {member.crc32:08x}"
     return None
@@ -81,7 +83,8 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
     """Return offset and fault of the first member whose header is not where, or not what, the index
     says.
     """
-    headers, at = read_headers(tar, stream), index.tar_bytes
+    headers = read_headers(tar, stream)
+    at = index.tar_bytes
     try:
         for key, members in zip(index.keys, index.members, strict=True):
             for member in members:

@@ -86,8 +86,10 @@ class SampleLog:
         self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
         unusable = list(packed.catalog.faults.values())
         if state is not None:
-            self._first_pack, self._epoch = state["first_pack"], state["epoch"]
-            self._read, self._lost = state["read"], state["lost"]
+            self._first_pack = state["first_pack"]
+            self._epoch = state["epoch"]
+            self._read = state["read"]
+            self._lost = state["lost"]
             if self.writes:
                 self._trained = Counter(
                     {int(epoch): count for epoch, count in state["trained"].items()}
@@ -187,7 +189,8 @@ class SampleLog:
 
     def _gather(self) -> list[_Taken]:
         """Return what each replica took since the last time; nothing but on rank 0."""
-        taken, self._taken = self._taken, _Taken()
+        taken = self._taken
+        self._taken = _Taken()
         replicas = [taken] if self.group is None else gather_to_rank_0(taken, self.group) or []
         for replica in replicas:
             self._trained += replica.trained
@@ -198,18 +201,17 @@ class SampleLog:
         """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add
         up.
         """
-        epoch, begin = (
-            self._epoch,
-            max(0, self._first_pack - self.packed.order.first_pack(self._epoch)),
-        )
+        epoch = self._epoch
+        begin = max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
         complete = begin == 0 and packs == len(plan)
-        trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
+        trained = self._trained.pop(epoch, 0)
+        damaged = self._quarantined.pop(epoch, 0)
         planned = int(plan.starts[packs] - plan.starts[begin])
         if trained + damaged != planned:
             raise CountError(
-                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, "
-                f"{trained} were trained on "
-                f"and {damaged} quarantined: {trained + damaged - planned:+d}"
+                f"epoch {epoch}: "
+                f"{planned} samples were planned in {packs - begin} packs, {trained} were trained "
+                f"on and {damaged} quarantined: {trained + damaged - planned:+d}"
             )
         quarantined = damaged + (plan.unusable if complete else 0)
         overlong = plan.overlong if complete else 0
@@ -260,8 +262,6 @@ class SampleLog:
             )
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than "
-            f"data.max_quarantine_rate={rate:g} allows "
-            f"(counted from {least:,} samples); {remedy}, or raise the rate. "
-            f"{self.quarantine_file} lists "
-            f"all; the latest are:{listed}"
+            f"data.max_quarantine_rate={rate:g} allows (counted from {least:,} samples); {remedy}, "
+            f"or raise the rate. {self.quarantine_file} lists all; the latest are:{listed}"
         )

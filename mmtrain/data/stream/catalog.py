@@ -199,14 +199,15 @@ class Catalog:
         """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and
         tiles.
         """
-        index, first = read_index(shard), self.firsts[-1]
-        texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
+        index = read_index(shard)
+        first = self.firsts[-1]
+        texts = index.texts.get(text)
+        unreadable = index.faults.get(one.form.reading)
         if texts is None or unreadable is None:
             raise UserError(
-                f"{shard}: its index has no token lengths for this format, tokenizer and "
-                "template. Make them: "
-                f"mmtrain index {shard} --tokenizer PATH --template NAME{self.layout.index_options}"
-                f"{format_argument(one.form)}"
+                f"{shard}: its index has no token lengths for this format, tokenizer and template. "
+                f"Make them: mmtrain index {shard} --tokenizer PATH "
+                f"--template NAME{self.layout.index_options}{format_argument(one.form)}"
             )
         positions, tiles, unfit = _image_totals(index, self.layout)
         exact = np.array(texts.tokens, np.int64) + positions
@@ -220,13 +221,14 @@ class Catalog:
             for width, height in sizes:
                 if width * height > self.max_image_pixels:
                     detail = (
-                        f"{width} x {height} pixels; data.max_image_pixels is "
-                        f"{self.max_image_pixels:,}"
+                        f"{width} x {height} pixels; "
+                        f"data.max_image_pixels is {self.max_image_pixels:,}"
                     )
                     faults.setdefault(place, ("too_many_pixels", detail))
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
-            key, offset = _full_key(one.name, index.keys[place]), index.members[place][0].offset
+            key = _full_key(one.name, index.keys[place])
+            offset = index.members[place][0].offset
             self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
         planned = lengths.copy()
         if self.held_out_fraction is not None:
@@ -246,9 +248,11 @@ class Catalog:
 
     def _store(self, index: ShardIndex) -> _Stored:
         members = [member for of_sample in index.members for member in of_sample]
-        sizes, counts = index.flat_image_sizes, index.image_counts
+        sizes = index.flat_image_sizes
+        counts = index.image_counts
         if not self.layout.is_sized:
-            sizes, counts = sizes[:0], np.zeros_like(counts)
+            sizes = sizes[:0]
+            counts = np.zeros_like(counts)
         stored = _Stored(
             names=np.array([key.encode() for key in index.keys], np.bytes_),
             first_member=np.cumsum([0, *map(len, index.members)], dtype=np.int32),
@@ -284,7 +288,8 @@ class Catalog:
     def find(self, number: int) -> Place:
         """Return where the sample of a global number is stored."""
         shard = bisect_right(self.firsts, number) - 1
-        place, stored = number - self.firsts[shard], self._stored[shard]
+        place = number - self.firsts[shard]
+        stored = self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
         columns = (
             column[begin:end].tolist()
@@ -309,9 +314,8 @@ class Catalog:
             number = int(wrong.argmax())
             place = self.find(number)
             raise UserError(
-                f"{place.shard}: sample {place.key}: "
-                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do "
-                f"not fit into a pack of {capacity.tokens} tokens"
+                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and "
+                f"{_tiles(tiles[number])} do not fit into a pack of {capacity.tokens} tokens"
                 + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
                 + f" ({int(wrong.sum()):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, "
@@ -329,7 +333,9 @@ def load_catalog(
     """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes
     are made.
     """
-    data, llm, layout = config.data, config.model.llm.path, image_layout(config)
+    data = config.data
+    llm = config.model.llm.path
+    layout = image_layout(config)
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
         ensure_indexes(shards, llm, data.template, layout, form, workers=1)
@@ -356,7 +362,8 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
     """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and
     samples with such.
     """
-    counts, sizes = index.image_counts, index.flat_image_sizes
+    counts = index.image_counts
+    sizes = index.flat_image_sizes
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (counts.sum(), 1)), {}
@@ -442,7 +449,8 @@ class Reader:
 
     def _read(self, shard: Path, member: Member) -> bytes:
         """Return a member's bytes; while the system fails to give them, try again."""
-        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
+        deadline = time.monotonic() + self.retry_seconds
+        pause = FIRST_PAUSE
         while True:
             try:
                 return self._pread(shard, member)
@@ -451,10 +459,9 @@ class Reader:
                 self._close(shard)
                 if time.monotonic() + pause > deadline:
                     raise UserError(
-                        f"{shard}: cannot be read ({error.strerror or error}), retried for "
-                        f"{self.retry_seconds:g} s "
-                        "(data.io_retry_seconds). Repair the storage, or copy the file again, "
-                        "and start again"
+                        f"{shard}: cannot be read ({error.strerror or error}), "
+                        f"retried for {self.retry_seconds:g} s (data.io_retry_seconds). "
+                        "Repair the storage, or copy the file again, and start again"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -471,8 +478,8 @@ class Reader:
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
                 raise OSError(
-                    f"its {member.suffix} member at byte {member.offset:,} is cut off by the "
-                    "end of the file"
+                    f"its {member.suffix} member at byte {member.offset:,} is cut off by the end "
+                    "of the file"
                 )
             content += more
         return content

@@ -63,14 +63,14 @@ class ImageTransform:
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched
         to that size.
         """
-        image, size = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
+        image = decode_image(content, self.max_pixels)
+        size = (tiling.width, tiling.height)
         if any(size) and image.size != size:
             if not is_control:
                 raise BadSample(
                     "other_size",
                     f"{image.width} x {image.height} pixels, but its index says {size[0]} x "
-                    f"{size[1]}; index its "
-                    f"shard again: {MEND} SHARD",
+                    f"{size[1]}; index its shard again: {MEND} SHARD",
                 )
             image = self._resize(image, size)
         return self.cut(image, tiling)
@@ -82,10 +82,8 @@ class ImageTransform:
         if tiling.canvas == "fitted":
             return self.fitted(image)[None]
         image = as_rgb(image)
-        side, size = (
-            self.image_size,
-            (tiling.columns * self.image_size, tiling.rows * self.image_size),
-        )
+        side = self.image_size
+        size = (tiling.columns * self.image_size, tiling.rows * self.image_size)
         if tiling.canvas == "padded":
             canvas = self._pad(image)
         elif tiling.canvas == "stretched":
@@ -134,7 +132,8 @@ class ImageTransform:
         Pillow's two passes.
         """
         (width, height), side = image.size, max(image.size)
-        left, above = (side - width) // 2, (side - height) // 2
+        left = (side - width) // 2
+        above = (side - height) // 2
         colour = tuple(int(channel * 255) for channel in self.mean)
         narrow = Image.new("RGB", (self.image_size, side), colour)
         rows = max(BAND_PIXELS // side, 1)
@@ -151,7 +150,8 @@ class ImageTransform:
     def _center_crop(self, image: Image.Image) -> Image.Image:
         shorter = min(image.size)
         width, height = (int(self.image_size * side / shorter) for side in image.size)
-        left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
+        left = (width - self.image_size) // 2
+        top = (height - self.image_size) // 2
         return self._resize(image, (width, height)).crop(
             (left, top, left + self.image_size, top + self.image_size)
         )

@@ -68,9 +68,9 @@ class PackedBatches:
             kept = int((sample_set.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
-                    f"data.sets: {section.name} is never drawn: "
-                    f"weight {section.weight:g} x {kept:,} samples not held "
-                    "out gives none per epoch. Raise its weight, or leave it out"
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} x "
+                    f"{kept:,} samples not held out gives none per epoch. "
+                    "Raise its weight, or leave it out"
                 )
         self.order = PackOrder(
             self.catalog.sample_sets,
@@ -88,7 +88,8 @@ class PackedBatches:
     @property
     def summary(self) -> str:
         """Describe the epochs for people."""
-        plan, capacity = self.order.epoch_plan(0), self.processor.capacity
+        plan = self.order.epoch_plan(0)
+        capacity = self.processor.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
         if capacity.tiles is not None:
@@ -99,19 +100,18 @@ class PackedBatches:
             "held out": len(self.catalog.held_out),
         }
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
-        packs, steps = self.config.train.packs_per_step, self.max_steps
+        packs = self.config.train.packs_per_step
+        steps = self.max_steps
         epochs = steps * packs / len(plan)
         summary = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
-            f"{capacity.tokens:,} tokens, "
-            f"{fill:.1%} full{without}; {steps:,} steps of {packs:,} packs are "
-            f"{epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
+            f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; {steps:,} steps of {packs:,} "
+            f"packs are {epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
         )
         if packs > len(plan):
             summary += (
-                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: "
-                "each step reads them "
-                f"{packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
+                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: each step "
+                f"reads them {packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary
 
@@ -191,10 +191,8 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
     except (OSError, OverflowError) as error:
         raise UserError(
             f"data.workers: {workers} workers need {math.prod(shape) / 2**30:,.1f} GiB shared with "
-            "their rank, for "
-            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, but the system refuses it "
-            f"({error}). Lower "
-            "data.workers or data.max_tiles_per_pack"
+            f"their rank, for {SLOTS} micro-batches each of up to {tiles:,} tiles, "
+            f"but the system refuses it ({error}). Lower data.workers or data.max_tiles_per_pack"
         ) from None
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 

@@ -102,7 +102,8 @@ def plan_epoch(
     lengths = np.concatenate([one.lengths for one in sets])
     tiles = np.concatenate([one.tiles for one in sets])
     offsets = np.cumsum([0, *(len(one.lengths) for one in sets)])
-    sequences, drawn, overlong, unusable = [], 0, 0, 0
+    sequences = []
+    drawn = overlong = unusable = 0
     for number, one in enumerate(sets):
         sequence = offsets[number] + _set_sequence(one, f"{seed} {epoch} {number}")
         usable = lengths[sequence] != UNUSABLE
@@ -114,7 +115,8 @@ def plan_epoch(
         overlong += int((usable & ~fits).sum())
         sequences.append(sequence[usable & fits])
 
-    samples, sizes = [np.empty(0, np.int64)], [0]
+    samples = [np.empty(0, np.int64)]
+    sizes = [0]
     shards = sum(one.weight * len(one.shard_sizes) for one in sets)
     groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
     for group in range(groups):
@@ -169,7 +171,8 @@ def pack_best_fit(
     "Near-optimal bin packing algorithms", MIT 1973). `lengths` and `tiles` are (documents,)
     integers; each document must fit an empty pack.
     """
-    count, cap = len(lengths), capacity.tiles
+    count = len(lengths)
+    cap = capacity.tiles
     tokens = np.asarray(lengths, np.int64)
     assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, (
         "a document does not fit an empty pack"
@@ -179,7 +182,8 @@ def pack_best_fit(
         cap is None
         or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all()
     ):
-        cap, needs = 0, [0] * count
+        cap = 0
+        needs = [0] * count
     else:
         assert tiles.max() <= cap, "a document has more tiles than a pack takes"
         needs = tiles.tolist()
@@ -188,17 +192,24 @@ def pack_best_fit(
     # number
     open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
     packs: list[list[int]] = []
-    shortest, sizes = int(tokens.min(initial=capacity.tokens)), tokens.tolist()
+    shortest = int(tokens.min(initial=capacity.tokens))
+    sizes = tokens.tolist()
     for position in np.argsort(-tokens, kind="stable").tolist():
-        size, need = sizes[position], needs[position]
-        best, best_room, best_at = (capacity.tokens + 1) * count, cap, -1
+        size = sizes[position]
+        need = needs[position]
+        best = (capacity.tokens + 1) * count
+        best_room = cap
+        best_at = -1
         for room in range(need, cap + 1):
             keys = open_packs[room]
             at = bisect_left(keys, size * count)
             if at < len(keys) and keys[at] < best:
-                best, best_room, best_at = keys[at], room, at
+                best = keys[at]
+                best_room = room
+                best_at = at
         if best_at < 0:
-            free, pack = capacity.tokens, len(packs)
+            free = capacity.tokens
+            pack = len(packs)
             packs.append([position])
         else:
             del open_packs[best_room][best_at]
@@ -277,9 +288,8 @@ class PackOrder:
             return plan
         if plan.drawn == 0:
             why = (
-                "they are empty, or held out for evaluation, or the weight of their data set is "
-                "too small for epoch "
-                f"{epoch} to draw one"
+                "they are empty, or held out for evaluation, "
+                f"or the weight of their data set is too small for epoch {epoch} to draw one"
             )
         else:
             limit = self.capacity.tiles
@@ -290,8 +300,8 @@ class PackOrder:
             )
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than "
-                "data.pack_length="
-                f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used"
+                f"data.pack_length={self.capacity.tokens} tokens{tiles}, "
+                f"and {plan.unusable} cannot be used"
             )
         shards = sum(len(one.shard_sizes) for one in self.sets)
         raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")

@@ -139,12 +139,10 @@ class Processor:
             place = reader.catalog.find(number)
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard "
-                f"says {planned}: the "
-                "index is from another version of the tokenizer's library, or for another shard. "
-                "Index it again: "
-                f"mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {template_name(self.config.data.template)}{self.layout.index_options}"
-                f"{format_argument(place.form)}"
+                f"says {planned}: the index is from another version of the tokenizer's library, "
+                f"or for another shard. Index it again: mmtrain index {place.shard} --rebuild "
+                f"--tokenizer {self.config.model.llm.path} --template "
+                f"{template_name(self.config.data.template)}{self.layout.index_options}{format_argument(place.form)}"
             )
         return document
 
@@ -197,12 +195,15 @@ def make_batch(
     samples_of_packs: list[int] = []
     tokens = 0
     for row, pack in enumerate(packs):
-        start, before = 0, len(keys)
+        start = 0
+        before = len(keys)
         for entry in pack.entries:
             if isinstance(entry, Gap):
-                length, fault = entry.length, entry.fault
+                length = entry.length
+                fault = entry.fault
             else:
-                length, fault = len(entry.input_ids), None
+                length = len(entry.input_ids)
+                fault = None
                 try:
                     tiles += _decoded_images(entry, decode)
                     tilings += entry.tilings
