@@ -119,16 +119,16 @@ def sample_key(identifier: str) -> str:
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
     readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
-    return "-".join(filter(None, (readable, hashlib.sha256(identifier.encode()).hexdigest()[:12])))
+    digest = hashlib.sha256(identifier.encode()).hexdigest()[:12]
+    return f"{readable}-{digest}" if readable else digest
 
 
 def tar_bytes(members: Iterable[int]) -> int:
     """Return the bytes that files of these sizes take in a tar, with their headers, without the
     archive's end.
     """
-    return sum(
-        tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members
-    )
+    blocks = sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
+    return blocks * tarfile.BLOCKSIZE
 
 
 def shard_name(number: int) -> str:
@@ -151,7 +151,8 @@ class ShardMaker:
         """Write a shard, unless it is finished; raises UserError where that one was made of other
         records.
         """
-        if (finished := self.finished.get(job.number)) is not None:
+        finished = self.finished.get(job.number)
+        if finished is not None:
             if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
                     f"{finished.shard.file} was made of {finished.candidates:,} records, "
@@ -169,18 +170,18 @@ class ShardMaker:
     ) -> Iterator[KeyedSample]:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
-                files = [
-                    read_image(self.images, name, self.max_pixels)
-                    if content is None
-                    else checked_image(name, content, self.max_pixels)
-                    for name, content in zip(candidate.images, contents, strict=True)
-                ]
+                files = list(map(self._file, candidate.images, contents))
             except BadSample as error:
                 identifier = candidate.content.get("id")
                 rejected.append(BadRecord(candidate.record, identifier, error.reason, error.detail))
             else:
                 yield candidate.key, candidate.content, files
             advance(1)
+
+    def _file(self, name: str, content: memoryview | None) -> tuple[str, bytes]:
+        if content is None:
+            return read_image(self.images, name, self.max_pixels)
+        return checked_image(name, content, self.max_pixels)
 
 
 def write_shards(
@@ -193,11 +194,8 @@ def write_shards(
     shards: list[WrittenShard] = []
     for first in samples:
         path = folder / shard_name(len(shards))
-        shards.append(
-            write_shard(
-                path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))
-            )
-        )
+        others = itertools.islice(samples, samples_per_shard - 1)
+        shards.append(write_shard(path, itertools.chain([first], others)))
     return shards
 
 
@@ -254,14 +252,14 @@ class _Shard:
         assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
         members = [self._member(key, "json", record_json(record))]
         for number, (suffix, content) in enumerate(files):
-            members.append(
-                self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content)
-            )
+            if len(files) > 1:
+                suffix = f"{number}.{suffix}"
+            members.append(self._member(key, suffix, content))
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
-            sample = Sample(
-                key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset
-            )
+            no_images = (b"",) * len(files)
+            turns = parse_turns(record)
+            sample = Sample(key, str(self.path), turns, no_images, members[0].offset)
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
@@ -285,12 +283,12 @@ class _Shard:
         self.index.tar_bytes += len(content)
 
     def summary(self) -> WrittenShard:
-        sizes = [size for sizes in self.index.image_sizes for size in sizes]
+        sizes = self.index.flat_image_sizes
         return WrittenShard(
             file=self.path.name,
             samples=len(self.index.keys),
             images=len(sizes),
-            image_pixels=sum(width * height for width, height in sizes),
+            image_pixels=int(sizes.prod(axis=1).sum()),
             text_tokens=None if self.count is None else sum(self.lengths.tokens),
             bytes=self.index.tar_bytes,
             sha256=self.sha256.hexdigest(),

@@ -25,7 +25,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.samples.formats import CONVERSATION_KEYS, IMAGE_KEYS, QUESTION_KEYS, TEXTS_KEYS
-from mmtrain.data.samples.records import MAX_RECORD_BYTES
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, are_objects
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
@@ -51,13 +51,14 @@ def json_records(path: Path) -> Iterator[object]:
         yield from _records_inside(content)
     else:
         for number, line in _lines(path):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(
-                        f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}"
-                    ) from None
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}"
+                ) from None
 
 
 def _array_elements(path: Path) -> Iterator[object]:
@@ -75,7 +76,9 @@ def _array_elements(path: Path) -> Iterator[object]:
             try:
                 at = _SPACE.match(text, at).end()
                 is_empty = count == 0 and text[at] == "]"
-                value, end = (None, at) if is_empty else decoder.raw_decode(text, at)
+                end = at
+                if not is_empty:
+                    value, end = decoder.raw_decode(text, at)
                 end = _SPACE.match(text, end).end()
                 mark = text[end]
             except (ValueError, IndexError, RecursionError) as error:
@@ -114,6 +117,7 @@ def _one_object(path: Path) -> dict | None:
             lines = iter(functools.partial(stream.readline, MAX_RECORD_BYTES), "")
             is_lines = path.suffix != ".json" or any(map(str.strip, lines))
             return None if is_lines else content
+        # the object goes on in the next line
         except (ValueError, RecursionError):
             if path.stat().st_size > MAX_COCO_BYTES:
                 return None
@@ -128,39 +132,31 @@ def _records_inside(content: dict) -> Iterator[object]:
     """
     images = content.get("images")
     annotations = content.get("annotations")
-    objects = (
-        [one for one in annotations if isinstance(one, dict)]
-        if isinstance(annotations, list)
-        else []
-    )
-    if isinstance(images, list) and any("image_id" in one for one in objects):
-        yield from _coco_captions(content)
-        return
-    lists = list(filter(_are_objects, content.values()))
+    if isinstance(images, list) and isinstance(annotations, list):
+        objects = [one for one in annotations if isinstance(one, dict)]
+        if any("image_id" in one for one in objects):
+            yield from _coco_captions(images, annotations)
+            return
+
+    lists = list(filter(are_objects, content.values()))
     if _KEYS_OF_A_RECORD & content.keys():
         yield content
     elif len(lists) == 1:
         yield from lists[0]
-    elif _are_objects(list(content.values())):
+    elif are_objects(list(content.values())):
         for identifier, record in content.items():
             yield {"id": identifier, **record}
     else:
         yield content
 
 
-def _are_objects(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(value, dict) for value in values)
-    )
-
-
-def _coco_captions(content: dict) -> Iterator[object]:
+def _coco_captions(images: list, annotations: list) -> Iterator[object]:
     """Yield {"id", "image", "caption"} of each annotation; `image` may be None."""
-    images = [image for image in content["images"] if isinstance(image, dict)]
-    names = {str(image.get("id")): image.get("file_name") for image in images}
-    for annotation in content["annotations"]:
+    names = {}
+    for image in images:
+        if isinstance(image, dict):
+            names[str(image.get("id"))] = image.get("file_name")
+    for annotation in annotations:
         if isinstance(annotation, dict):
             name = names.get(str(annotation.get("image_id")))
             yield {"id": annotation.get("id"), "image": name, "caption": annotation.get("caption")}
@@ -199,20 +195,23 @@ def table_rows(path: Path) -> Iterator[object]:
         first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
-            texts = [field for field in [*fields, *(row.get(None) or ())] if isinstance(field, str)]
-            if separator == "\t" and any(
-                "\t" in text and ("\n" in text or "\r" in text) for text in texts
-            ):
+            # None stands for fields that a short row lacks, and is the key of those of a long one
+            is_whole = None not in row and None not in fields
+            if separator == "\t" and any(map(_spans_rows, [*fields, *row.get(None, ())])):
                 raise UserError(
                     f"{path}: line {first:,} has a field with a tab and a line break: "
                     f"probably a quote is not closed and includes the rows that follow. {mend}"
                 )
-            yield row if None not in row and None not in fields else fields
+            yield row if is_whole else fields
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
             f"{path}: line {first:,} is not a row of a table ({error}). {mend}"
         ) from None
+
+
+def _spans_rows(field: object) -> bool:
+    return isinstance(field, str) and "\t" in field and ("\n" in field or "\r" in field)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 
@@ -68,19 +69,18 @@ class Validator:
                 adapted = source.adapter.adapt(value)
                 key = self._key(adapted.record, record)
             except BadSample as error:
-                identifier = value.get("id") if isinstance(value, dict) else None
-                if not isinstance(identifier, str | int):
-                    identifier = None
-                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
+                rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
                 continue
+
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
             candidate = Candidate(record, key, named.content, named.images, holds_images)
             size = self._size(candidate, adapted.images)
+
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number += 1
@@ -124,7 +124,7 @@ class Validator:
             return 0
 
     def _key(self, record: Record, number: int) -> str:
-        key = sample_key(f"record-{number:08d}" if record.id is None else record.id)
+        key = sample_key(record.id or f"record-{number:08d}")
         if key not in self.keys:
             return key
         if not self.keep_duplicates:
@@ -136,6 +136,11 @@ class Validator:
             numbered = f"{key}-{self.repeats[key] + 1}"
             if numbered not in self.keys:  # else it is an id of its own
                 return numbered
+
+
+def _identifier(row: object) -> str | int | None:
+    identifier = row.get("id") if isinstance(row, dict) else None
+    return identifier if isinstance(identifier, str | int) else None
 
 
 @dataclass(eq=False)
@@ -152,17 +157,18 @@ class ShardStats:
 
     @property
     def samples(self) -> int:
-        return sum(shard.samples for shard in self.shards)
+        return sum(self._each("samples"))
 
     @property
     def images(self) -> int:
-        return sum(shard.images for shard in self.shards)
+        return sum(self._each("images"))
+
+    def _each(self, name: str) -> list:
+        return list(map(attrgetter(name), self.shards))
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(
-            job.rejected + finished.rejected, key=lambda rejection: rejection.record
-        ):
+        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
             self._reject(rejection)
         self.shards.append(finished.shard)
 
@@ -196,20 +202,20 @@ class ShardStats:
         """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises
         OSError.
         """
-        tokens = [shard.text_tokens for shard in self.shards]
-        digests = "".join(shard.sha256 for shard in self.shards)
+        tokens = self._each("text_tokens")
+        digests = "".join(self._each("sha256"))
         content = {
             "format_version": 1,
             "records": self.total,
             "samples": self.samples,
             "images": self.images,
-            "image_pixels": sum(shard.image_pixels for shard in self.shards),
+            "image_pixels": sum(self._each("image_pixels")),
             "text_tokens": None if None in tokens else sum(tokens),
-            "bytes": sum(shard.bytes for shard in self.shards),
+            "bytes": sum(self._each("bytes")),
             "rejected": dict(sorted(self.reasons.items())),
             **run,
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
-            "shards": [asdict(shard) for shard in self.shards],
+            "shards": list(map(asdict, self.shards)),
         }
         write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
 
@@ -220,7 +226,7 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file. Name a folder")
-    used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
+    used = sorted(path.name for path in [*out.glob("*.tar"), *out.glob(SUMMARY)])
     can_resume = (out / STATE).is_file() or SUMMARY in used
     if used and not (resume and can_resume):
         mend = "Continue with --resume" if can_resume else "Choose a new folder"
@@ -241,23 +247,21 @@ def is_finished(out: Path, run: dict) -> bool:
         summary = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         summary = {}
-    _refuse_another_run(run, summary if isinstance(summary, dict) else {}, file)
+    _refuse_another_run(run, summary, file)
     (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
     return True
 
 
 def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
-    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of
-    `run`.
-    """
-    options = earlier.get("options")
-    was = (options if isinstance(options, dict) else {}) | {"inputs": earlier.get("inputs")}
-    now = run["options"] | {"inputs": run["inputs"]}
-    differ = [
-        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}"
-        for name, value in now.items()
-        if was.get(name) != value
-    ]
+    """Raise UserError unless `file` describes an `earlier` run with `run`'s options and inputs."""
+    try:
+        was = earlier["options"] | {"inputs": earlier["inputs"]}
+    except (LookupError, TypeError):  # another program's dataset.json
+        was = {}
+    differ = []
+    for name, value in {**run["options"], "inputs": run["inputs"]}.items():
+        if was.get(name) != value:
+            differ.append(f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}")
     if differ:
         raise UserError(
             f"--resume: {file} is from another run: {'; '.join(differ)}. "
@@ -276,7 +280,7 @@ class UnfinishedRun:
 
     def add(self, number: int, finished: FinishedShard) -> None:
         if number not in self.finished:
-            rejected = [astuple(entry) for entry in finished.rejected]
+            rejected = list(map(astuple, finished.rejected))
             self.lines.write(shard=number, written=asdict(finished.shard), rejected=rejected)
 
     def discard(self) -> None:
@@ -302,15 +306,15 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
             ) from None
         if (out / SUMMARY).exists():
             raise UserError(f"--out {out}: another run has just ended here")
-        description, *shards = (list(recorded(state)) if resume else []) or [None]
-        if description is None:
-            state.unlink(missing_ok=True)
+        earlier = list(recorded(state)) if resume else []
+        if earlier:
+            _refuse_another_run(run, earlier[0], state)
         else:
-            _refuse_another_run(run, description, state)
-        finished = dict(_still_there(out, shards))
+            state.unlink(missing_ok=True)
+        finished = dict(_still_there(out, earlier[1:]))
         _remove_all_but(out, finished)
         lines = opened.enter_context(JsonLines(state))
-        if description is None:
+        if not earlier:
             lines.write(**run)
         opened.callback(_remove_leftovers, out)
         yield UnfinishedRun(out, finished, lines)
@@ -323,10 +327,8 @@ def _still_there(out: Path, lines: Iterable[dict]) -> Iterator[tuple[int, Finish
         shard = WrittenShard(**line["written"])
         tar = out / shard.file
         if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
-            yield (
-                line["shard"],
-                FinishedShard(shard, tuple(BadRecord(*entry) for entry in line["rejected"])),
-            )
+            rejected = tuple(BadRecord(*entry) for entry in line["rejected"])
+            yield line["shard"], FinishedShard(shard, rejected)
 
 
 def _remove_all_but(out: Path, kept: Mapping[int, FinishedShard]) -> None:

@@ -10,7 +10,6 @@ before, with add_generation_prompt) to the end mark behind it, where generation 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,17 +104,13 @@ class ChatText:
         UserError for a tokenizer without chat template, BadSample for a template that could not be
         learnt.
         """
-        own = template == "chat"
         self._part: str | None = None  # what the template writes for an image in a list
-        self.name = (
-            f"the chat template of {tokenizer.name_or_path}"
-            if own
-            else f"template {template_name(template)}"
-        )
+        self.name = f"template {template_name(template)}"
+        if template == "chat":
+            self.name = f"the chat template of {tokenizer.name_or_path}"
         self.tokenizer = tokenizer
-        self.jinja, self.dates = _dated(
-            _begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer)
-        )
+        jinja = jinja_of(template) or _chat_template(tokenizer)
+        self.jinja, self.dates = _dated(_begun(jinja, template, tokenizer))
         # As `apply_chat_template` names them.
         self.variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
         try:
@@ -124,6 +119,7 @@ class ChatText:
             raise BadSample("template", f"{self.name} fails: {error}") from error
         if prompt_text != IMAGE_MARK and not self._takes_texts():
             self._part = prompt_text
+
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -131,13 +127,13 @@ class ChatText:
         begin = whole.rindex(answer)
         self.tail = whole[begin + len(answer) :]  # e.g. "<|im_end|>\n"
         mark = any_of(end_marks).search(self.tail)
-        self.unsupervised_tail = len(self.tail) - (mark.end() if mark else len(self.tail.rstrip()))
+        supervised = mark.end() if mark else len(self.tail.rstrip())
+        self.unsupervised_tail = len(self.tail) - supervised
         self.write(PROBE)
 
+        # Llama 2's template has no prompt to add: its answers directly follow the question.
         prompt = self._render(PROBE[:1], add_generation_prompt=True)
         header = whole[len(prompt) : begin]
-        # Llama 2's template has no prompt to add, its answers directly follow the question: that is
-        # right.
         if header.strip() and prompt == self._render(PROBE[:1]):
             raise self.unfit(
                 "ignores add_generation_prompt: "
@@ -157,17 +153,22 @@ class ChatText:
                 asked.append(words)
                 continue
             prompt = self._render(turns[:number], add_generation_prompt=True)
-            whole = self._render(turns[: number + 1]) if number + 1 < len(turns) else text
+            whole = text
+            if number + 1 < len(turns):
+                whole = self._render(turns[: number + 1])
             if not whole.startswith(prompt):
                 raise self.unfit(
                     "writes another prompt before an answer than "
                     f"add_generation_prompt ({_difference(prompt, whole)})",
                     "begins answers as add_generation_prompt does",
                 )
-            self._refuse_lost_text(asked, whole[spans[-1][1] if spans else 0 : len(prompt)])
+
+            answered = spans[-1][1] if spans else 0
+            self._refuse_lost_text(asked, whole[answered : len(prompt)])
             answer = whole[len(prompt) :].removesuffix(self.tail)
             if not whole.endswith(self.tail) or not answer.rstrip().endswith(words.strip()):
                 raise self._loses(words.strip() + self.tail, whole[len(prompt) :])
+
             end = len(whole) - self.unsupervised_tail
             if not text.startswith(whole[:end]):
                 raise self.unfit(
@@ -186,16 +187,14 @@ class ChatText:
         return BadSample("template", f"{self.name} {fault}; use one that {needed}")
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
+        content = str if self._part is None else _parts
+        messages = [{"role": ROLES[speaker], "content": content(text)} for speaker, text in turns]
+        own = {"add_generation_prompt": add_generation_prompt, "fixed_dates": self.dates}
         try:
-            content = str if self._part is None else _parts
-            messages = [
-                {"role": ROLES[speaker], "content": content(text)} for speaker, text in turns
-            ]
-            own = {"add_generation_prompt": add_generation_prompt, "fixed_dates": self.dates}
             written = self.template.render(messages, {**self.variables, **own})
-            return written if self._part is None else written.replace(self._part, IMAGE_MARK)
         except TemplateError as error:
             raise BadSample("template", f"{self.name} fails: {error}") from error
+        return written if self._part is None else written.replace(self._part, IMAGE_MARK)
 
     def _takes_texts(self) -> bool:
         try:
@@ -222,19 +221,21 @@ def _parts(text: str) -> list[dict[str, str]]:
     """Split a text at its <image> marks into the parts that chat templates of multimodal models
     take.
     """
-    pieces = [piece for piece in re.split(f"({IMAGE_MARK})", text) if piece]
-    return [
-        {"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece}
-        for piece in pieces
-    ]
+    parts = []
+    for piece in filter(None, re.split(f"({IMAGE_MARK})", text)):
+        if piece == IMAGE_MARK:
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": piece})
+    return parts
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds the first of these texts; those of white space alone are left
     out.
     """
-    # (?!) finds nothing
-    return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or "(?!)")
+    patterns = map(re.escape, filter(str.strip, texts))
+    return re.compile("|".join(patterns) or "(?!)")  # which finds nothing
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -257,20 +258,23 @@ def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str
         begun = tokenizer(begin + word, add_special_tokens=False).input_ids
         if begun == ids[: len(begun)]:
             break
-    return (
-        jinja
-        if begin == bos
-        else f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
-    )
+    if begin == bos:
+        return jinja
+    return f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
 
 
 def _dated(jinja: str) -> tuple[str, dict[str, str]]:
     """Return a template that writes the fixed date, and that date in each format it asks for."""
     formats = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1""", jinja)
     dates = {text: FIXED_DATE.strftime(text) for _, text in formats}
-    return (FIXED_CLOCK + jinja if "strftime_now" in jinja else jinja), dates
+    if "strftime_now" in jinja:
+        jinja = FIXED_CLOCK + jinja
+    return jinja, dates
 
 
 def _difference(one: str, other: str) -> str:
-    at = next(i for i, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b)
-    return f"{one[max(at - 20, 0) : at + 20]!r} against {other[max(at - 20, 0) : at + 20]!r}"
+    at = 0
+    while one[at : at + 1] == other[at : at + 1]:
+        at += 1
+    around = slice(max(at - 20, 0), at + 20)
+    return f"{one[around]!r} against {other[around]!r}"

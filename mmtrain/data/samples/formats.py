@@ -25,6 +25,7 @@ writes them. Other samples raise BadSample.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -41,6 +42,7 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     UNREAD_KEYS,
     BadSample,
+    are_objects,
     held,
     is_given,
     judged_turns,
@@ -94,8 +96,9 @@ class SampleFormat:
     @property
     def reading(self) -> str:
         """Name under which an index holds the samples that this format cannot read."""
-        has_key = self.name == "caption" and self.caption_key is not None
-        return f"caption {compact_json(self.caption_key).decode()}" if has_key else self.name
+        if self.name == "caption" and self.caption_key is not None:
+            return f"caption {compact_json(self.caption_key).decode()}"
+        return self.name
 
     @property
     def wording(self) -> str:
@@ -104,13 +107,12 @@ class SampleFormat:
         """
         if self.name == "llava":
             return ""
-        return compact_json(
-            [self.reading, self.caption_prompt if self.name == "caption" else None]
-        ).decode()
+        prompt = self.caption_prompt if self.name == "caption" else None
+        return compact_json([self.reading, prompt]).decode()
 
 
 LLAVA = SampleFormat()
-NAMES = tuple(name for name in get_args(SampleFormatName) if name != "auto")
+NAMES = get_args(SampleFormatName)[1:]  # without "auto"
 SEEN = 100  # samples that `auto` looks at
 # share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
 ENOUGH = 0.99
@@ -120,15 +122,19 @@ def candidates(records: Iterable[object]) -> tuple[str, ...]:
     """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to
     supervise.
     """
-    return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
+    if any(map(_says_more_than_llava, records)):
+        return NAMES[1:]
+    return NAMES
 
 
 def best(read: Sequence[int], seen: int) -> int:
     """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the
     most of them.
     """
-    enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
-    return next(enough, max(range(len(read)), key=read.__getitem__))
+    for place, count in enumerate(read):
+        if count >= ENOUGH * seen:
+            return place
+    return read.index(max(read))
 
 
 def format_argument(form: SampleFormat) -> str:
@@ -136,7 +142,8 @@ def format_argument(form: SampleFormat) -> str:
     words = ["--format", form.name]
     if form.name == "caption":
         words += ["--caption-prompt", form.caption_prompt]
-        words += [] if form.caption_key is None else ["--caption-key", form.caption_key]
+        if form.caption_key is not None:
+            words += ["--caption-key", form.caption_key]
     return f" {shlex.join(words)}"
 
 
@@ -144,8 +151,11 @@ def text_suffix(reading: str, suffixes: Collection[str]) -> str:
     """Return the suffix of the member that holds a sample's text, for a format of this
     `reading`.
     """
-    names = CAPTION_SUFFIXES if reading == "caption" else ()
-    return next((name for name in names if name in suffixes), "json")
+    if reading == "caption":
+        for suffix in CAPTION_SUFFIXES:
+            if suffix in suffixes:
+                return suffix
+    return "json"
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
@@ -153,7 +163,8 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
     BadSample.
     """
     content = _caption(members, form) if form.name == "caption" else _record(members)
-    if not images and (unread := sorted(filter(_UNREAD_MEDIA.fullmatch, members))):
+    unread = sorted(filter(_UNREAD_MEDIA.fullmatch, members))
+    if unread and not images:
         seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
         needed = f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
         raise BadSample("image_count", f"{seen}; {needed}")
@@ -190,8 +201,8 @@ def refuse_what_would_be_lost(
     """
     named = len(first_held(record, IMAGE_KEYS))
     if not named:
-        messages = first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS))
-        named = sum(len(first_held(message, IMAGE_KEYS)) for message in messages)
+        for message in first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS)):
+            named += len(first_held(message, IMAGE_KEYS))
     if named not in (0, images) and not _has_marks(turns):
         raise BadSample(
             "image_count", f"its record names {named} images, but the sample has {images}"
@@ -215,15 +226,16 @@ def refuse_unread(record: object) -> None:
 def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
     messages = first_held(record, CONVERSATION_KEYS)
-    if not messages or not all(isinstance(message, dict) for message in messages):
+    if not are_objects(messages):
         needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     return _conversation(record, messages, images)
 
 
 def _conversation(record: object, messages: Sequence[dict], images: int) -> Turns:
-    turns = [_turn(number, message) for number, message in enumerate(messages)]
-    if (system := _system_beside(record)) and turns[0][0] != "system":
+    turns = list(itertools.starmap(_turn, enumerate(messages)))
+    system = _system_beside(record)
+    if system and turns[0][0] != "system":
         turns.insert(0, ("system", _text(0, system)))
     refuse_what_would_be_lost(record, turns, images)
     return _with_marks(turns, images)
@@ -235,11 +247,14 @@ def qa_turns(record: object, images: int) -> Turns:
     Of several answers to one question, as annotators of VQA gave them, the most frequent is taken,
     or else the first; of numbers, which may be a box, only one that more than half of them are.
     """
+    messages: list[dict] = []
     pairs = first_held(record, TEXTS_KEYS)
-    if pairs and all(isinstance(pair, dict) for pair in pairs):
-        sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
-        turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
-        return _conversation(record, turns, images)
+    if are_objects(pairs):
+        for pair in pairs:
+            for role in ("user", "assistant"):
+                messages.append({**pair, "role": role, "content": pair.get(role)})
+        return _conversation(record, messages, images)
+
     question = _question(record)
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
@@ -248,7 +263,6 @@ def qa_turns(record: object, images: int) -> Turns:
             "or texts of {user, assistant}"
         )
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
-    messages: list[dict] = []
     for pair in [*first_held(record, ("history",)), [question, answer]]:
         if not isinstance(pair, list) or len(pair) != 2:
             needed = "pairs of a question and its answer"
@@ -261,23 +275,18 @@ def _question(record: object) -> object:
     """Return a record's question, followed by Alpaca's `input` where it has one; raises
     BadSample.
     """
-    asked = (first_value(record, QUESTION_KEYS), first_value(record, ("input",)))
-    given = [value_text(value) for value in asked if value is not None]
-    if len(given) < 2:
-        return given[0] if given else None
-    if not all(isinstance(text, str) for text in given):
-        raise BadSample(
-            "non_text_value", f"its input is {short(given[1])}; write it into the question"
-        )
-    return "\n".join(given)
+    question = value_text(first_value(record, QUESTION_KEYS))
+    more = value_text(first_value(record, ("input",)))
+    if question is None or more is None:
+        return more if question is None else question
+    if not (isinstance(question, str) and isinstance(more, str)):
+        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
+    return f"{question}\n{more}"
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(
-            isinstance(message, dict) and any(key in message for key in ROLE_KEYS)
-            for message in value
-        ):
+        if all(map(_is_message, value)):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
@@ -301,6 +310,10 @@ def _messages(speaker: str, value: object) -> list[dict]:
     return [{"role": speaker, "content": value}]
 
 
+def _is_message(entry: object) -> bool:
+    return isinstance(entry, dict) and not entry.keys().isdisjoint(ROLE_KEYS)
+
+
 def _answer_text(entry: object) -> object:
     """Return the text of one of several answers, which may be an object; a part of a message
     stays.
@@ -318,32 +331,32 @@ def interleaved_turns(record: object, images: int) -> Turns:
     among the texts is one.
     """
     texts = first_value(record, TEXTS_KEYS)
-    named = first_value(record, ("images",))
-    if not isinstance(texts, list) or not all(
-        isinstance(value_text(text), str | None) for text in texts
-    ):
+    is_page = isinstance(texts, list)
+    if is_page:
+        texts = list(map(value_text, texts))
+        is_page = all(isinstance(text, str | None) for text in texts)
+    if not is_page:
         needed = (
             "it needs a list of texts and nulls under texts, "
             "and under images a list with nulls for the texts"
         )
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
-    named = [text is None for text in texts] if named is None else named
+    named = first_value(record, ("images",))
+    if named is None:
+        named = [text is None for text in texts]
     if not isinstance(named, list) or len(named) != len(texts):
         raise BadSample(
             "image_count", f"texts has {len(texts)} places; images must be a list of that length"
         )
+
     pieces: list[str] = []
     for text, image in zip(texts, named, strict=True):
-        pieces += [IMAGE_MARK] * bool(held(image))
-        pieces += [
-            part for part in map(str.strip, (value_text(text) or "").split(_NEXT_PAGE)) if part
-        ]
-    leading = next(
-        (place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces)
-    )
-    turns = judged_turns(
-        [("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))]
-    )
+        if held(image):
+            pieces.append(IMAGE_MARK)
+        pieces += filter(None, map(str.strip, (text or "").split(_NEXT_PAGE)))
+    answer = list(itertools.dropwhile(IMAGE_MARK.__eq__, pieces))
+    question = pieces[: len(pieces) - len(answer)]
+    turns = judged_turns([("human", "\n".join(question)), ("gpt", "\n\n".join(answer))])
     refuse_wrong_image_count(turns, images)
     return turns
 
@@ -370,18 +383,21 @@ def first_value(record: object, keys: Iterable[str]) -> Any:
     """Return a record's value under the first of the keys that has one, perhaps 0; None where there
     is none.
     """
-    return (
-        next((record[key] for key in keys if is_given(record.get(key))), None)
-        if isinstance(record, dict)
-        else None
-    )
+    if isinstance(record, dict):
+        for key in keys:
+            if is_given(record.get(key)):
+                return record[key]
+    return None
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
     """Return the images, or whatever else a list may hold, under the first of the keys that holds
     anything.
     """
-    return next(filter(None, (held(first_value(record, (key,))) for key in keys)), [])
+    for key in keys:
+        if entries := held(first_value(record, (key,))):
+            return entries
+    return []
 
 
 def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
@@ -398,7 +414,9 @@ def _says_more_than_llava(record: object) -> bool:
 def _system_beside(record: object) -> Any:
     """Return the system prompt that is not among the turns: a text, or a list of parts."""
     system = first_value(record, ("system",))
-    return system.strip() and system if isinstance(system, str) else system
+    if isinstance(system, str) and not system.strip():
+        return None
+    return system
 
 
 def _masks(turn: dict) -> list[str]:
@@ -420,26 +438,21 @@ def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
-        more = (
-            "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
-        )
-        raise BadSample("not_json", f"{error}{more}") from None
+        mend = ""
+        if str(error).startswith("Extra data"):
+            mend = "; write one JSON value, not JSON lines"
+        raise BadSample("not_json", f"{error}{mend}") from None
 
 
 def dotted_keys(suffixes: Iterable[str]) -> str:
     """Return what to do, for messages, where names of a sample's files have a dot in what was meant
     as their key.
     """
-    dotted = [
-        suffix
-        for suffix in suffixes
-        if suffix.endswith(tuple(f".{name}" for name in TEXT_SUFFIXES))
-    ]
-    return (
-        "; a key ends at the first dot of a name: write the tar with other characters for dots"
-        if dotted
-        else ""
-    )
+    endings = tuple(f".{name}" for name in TEXT_SUFFIXES)
+    if any(suffix.endswith(endings) for suffix in suffixes):
+        mend = "write the tar with other characters for dots"
+        return f"; a key ends at the first dot of a name: {mend}"
+    return ""
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
@@ -449,8 +462,12 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
             return members[suffix].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadSample("not_json", f"{suffix}: {error}") from None
-    names = CAPTION_KEYS if form.caption_key is None else (form.caption_key,)
-    record = _record(members, "no_caption" if form.caption_key is None else "no_json")
+    names: tuple[str, ...] = CAPTION_KEYS
+    reason = "no_caption"
+    if form.caption_key is not None:
+        names = (form.caption_key,)
+        reason = "no_json"
+    record = _record(members, reason)
     for name in names:
         if isinstance(record, dict) and name in record:
             return record[name]
@@ -470,10 +487,8 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
         )
     refuse_unread_parts(number, message)
     # The first that is given; else the first, as the empty question of an image.
-    content = max(
-        (message[key] for key in CONTENT_KEYS if key in message), key=is_given, default=None
-    )
-    return speaker, _text(number, content)
+    contents = [message[key] for key in CONTENT_KEYS if key in message]
+    return speaker, _text(number, max(contents, key=is_given, default=None))
 
 
 def _text(number: int, content: object) -> str:
@@ -484,18 +499,26 @@ def _text(number: int, content: object) -> str:
     text = ""
     was_image = False
     for place, part in enumerate(parts):
-        fields = part if isinstance(part, dict) else {"text": part}
-        kind = fields.get("type", "text")
-        is_image = is_image_part(fields)
-        refuse_unread_parts(number, fields, ("text",) if is_image else IMAGE_PARTS)
-        piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
+        piece = part
+        is_image = False
         if isinstance(part, dict):
-            piece = value_text(piece)
+            is_image = is_image_part(part)
+            piece = _part_text(number, part, is_image)
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
-        text += "\n" + piece if place and (is_image or was_image) else piece
+        if place and (is_image or was_image):
+            text += "\n"
+        text += piece
         was_image = is_image
     return text
+
+
+def _part_text(number: int, part: dict, is_image: bool) -> object:
+    if is_image:
+        refuse_unread_parts(number, part, ("text",))
+        return IMAGE_MARK
+    refuse_unread_parts(number, part, IMAGE_PARTS)
+    return value_text(part.get("text")) if part.get("type", "text") in TEXT_PARTS else None
 
 
 def is_image_part(part: dict) -> bool:
@@ -510,9 +533,11 @@ def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
     """Check the turns; if none has a mark, put the marks of all images before the first
     question.
     """
-    first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
-    if first is not None and not _has_marks(turns):
-        turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])
+    if not _has_marks(turns):
+        for place, (speaker, text) in enumerate(turns):
+            if speaker == "human":
+                turns[place] = (speaker, f"{IMAGE_MARK}\n" * images + text)
+                break
     judged = judged_turns(turns)
     refuse_wrong_image_count(judged, images)
     return judged

@@ -37,15 +37,8 @@ ROLES = ("system", "human", "gpt")
 # starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff")
-_SUFFIX_OF = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "PNG": "png",
-    "WEBP": "webp",
-    "GIF": "gif",
-    "BMP": "bmp",
-    "TIFF": "tif",
-}
+_SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp",
+              "TIFF": "tif"}  # fmt: skip
 # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 WEBP_WEIGHT = 2
 MAX_IMAGE_BYTES = 64 << 20
@@ -71,14 +64,8 @@ UNREAD_KEYS = ("videos", "video", "audios", "audio", "tools", "functions")  # of
 # Begin the keys of a turn with what chat templates write beside its text: reasoning_content,
 # tool_calls, ...
 _UNREAD_BEGINNINGS = (
-    "video",
-    "audio",
-    "reasoning",
-    "thinking",
-    "thought",
-    "tool",
-    "function",
-    "refusal",
+    *("video", "audio", "reasoning", "thinking"),
+    *("thought", "tool", "function", "refusal"),
 )
 # In a question, what another trainer or processor replaces by an image, a video or sound. HTML
 # closes its <video>.
@@ -90,6 +77,7 @@ _BYTES = re.compile(r"<memory at 0x[0-9a-f]+>")
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/]{80,}=*")
 # of what has a length, and the end; in pixels there is none
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")
+_PNG_PIXELS = (b"IDAT", b"fcTL", b"fdAT")
 # what may hold an orientation
 _PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
@@ -151,6 +139,12 @@ def reason_lines(reasons: Counter[str]) -> list[str]:
     return table_lines((">", ""), rows) if reasons else []
 
 
+def listed_reasons(reasons: Counter[str], separator: str) -> str:
+    """Return the number of bad samples by reason as one line."""
+    listed = (f"{count:,} {code}: {REASONS[code]}" for code, count in reasons.most_common())
+    return separator.join(listed)
+
+
 class BadSample(Exception):  # noqa: N818
     """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was
     seen.
@@ -185,17 +179,15 @@ def parse_record(value: object) -> Record:
             "too_many_bytes", f"{size:,} bytes of JSON; at most {MAX_RECORD_BYTES:,} are allowed"
         )
     identifier = value.get("id")
-    if not (
-        identifier is None
-        or (isinstance(identifier, str) and identifier)
-        or type(identifier) is int
-    ):
+    if type(identifier) is int:
+        identifier = str(identifier)
+    if identifier == "" or not isinstance(identifier, str | None):
         raise BadSample("bad_id", f"id is {short(identifier)}")
     images = held(value.get("image"))
     if not all(isinstance(name, str) and name for name in images):
         raise BadSample("bad_image_field", f"image is {short(value['image'])}")
     refuse_wrong_image_count(parse_turns(value), len(images))
-    return Record(value, None if identifier is None else str(identifier), tuple(images))
+    return Record(value, identifier, tuple(images))
 
 
 def record_json(record: dict) -> bytes:
@@ -217,11 +209,7 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     Raises BadSample for every other form, and for what `judged_turns` refuses.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, dict) for turn in turns)
-    ):
+    if not are_objects(turns):
         needed = "it needs a list `conversations` of {from, value}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     read = []
@@ -247,6 +235,13 @@ def value_text(value: object) -> object:
     return value
 
 
+def are_objects(value: object) -> bool:
+    """Tell whether a value is a list of objects, at least one."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, dict) for entry in value)
+
+
 def is_given(value: object) -> bool:
     """Tell whether a field holds a value: 0 and false are values, "" and [] are none."""
     return bool(value) or isinstance(value, int | float)
@@ -259,7 +254,9 @@ def held(field: object) -> list:
     field = unpacked(field)
     entries = field if isinstance(field, list) else [field]
     for entry in entries:
-        if any(entry.values() if isinstance(entry, dict) else [entry]):
+        if isinstance(entry, dict):
+            entry = any(entry.values())
+        if entry:
             return entries
     return []
 
@@ -271,9 +268,8 @@ def unpacked(value: object) -> object:
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(value)
-            return (
-                parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
-            )
+            if all(isinstance(entry, str | dict | None) for entry in parsed):
+                return parsed
     return value
 
 
@@ -286,11 +282,8 @@ def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> 
     texts = [key for key in CONTENT_KEYS if is_given(turn.get(key))]
     more = [key for key in texts[1:] if turn[key] != turn[texts[0]]]
     for key, value in turn.items():
-        if (
-            isinstance(value, str | list | dict)
-            and key.startswith((*unread, *_UNREAD_BEGINNINGS))
-            and held(value)
-        ):
+        is_unread = key.startswith((*unread, *_UNREAD_BEGINNINGS))
+        if is_unread and isinstance(value, str | list | dict) and held(value):
             more.append(key)
     if more:
         raise BadSample("unread_part", f"turn {number} has {more[0]}: {short(turn[more[0]])}")
@@ -350,8 +343,10 @@ def image_file(folder: Path, name: str) -> Path:
     or NFD.
     """
     slashes = name.replace("\\", "/")
-    names = (name, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
-    return next(filter(Path.exists, map(folder.joinpath, names)), folder / name)
+    composed = unicodedata.normalize("NFC", slashes)
+    decomposed = unicodedata.normalize("NFD", slashes)
+    files = map(folder.joinpath, (name, slashes, composed, decomposed))
+    return next(filter(Path.exists, files), folder / name)
 
 
 def read_image(
@@ -379,11 +374,9 @@ def read_image(
                 "outside_images", f"{name}: leads out of the images folder, to {path}; {mend}"
             )
         if not path.exists():
-            seen = (
-                "a link to a file that is not there"
-                if file.is_symlink()
-                else "no such file in the images folder"
-            )
+            seen = "no such file in the images folder"
+            if file.is_symlink():
+                seen = "a link to a file that is not there"
             raise BadSample("missing_image", f"{name}: {seen}")
         if not path.is_file():  # reading a named pipe would wait for ever
             raise BadSample("unreadable_image", f"{name}: is not a regular file")
@@ -448,12 +441,15 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
         raise BadSample("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
         raise BadSample("undecodable_image", str(error)) from None
-    allowed = max_pixels // WEBP_WEIGHT if image.format == "WEBP" else max_pixels
-    if image.width * image.height > allowed:
-        of_webp = " of WebP" if image.format == "WEBP" else ""
+
+    pixels = "pixels"
+    if image.format == "WEBP":
+        pixels = "pixels of WebP"
+        max_pixels //= WEBP_WEIGHT
+    if image.width * image.height > max_pixels:
         raise BadSample(
             "too_many_pixels",
-            f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed",
+            f"{image.width} x {image.height} {pixels}; at most {max_pixels:,} are allowed",
         )
     refuse_unreadable(image)
     return image
@@ -481,7 +477,7 @@ def _refuse_much_work(content: bytes) -> None:
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
     elif content.startswith(b"\x89PNG"):
-        parts = (kind for kind in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
+        parts = itertools.filterfalse(_PNG_PIXELS.__contains__, _png_chunks(content))
     counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
@@ -526,7 +522,9 @@ def image_size(content: bytes) -> tuple[int, int]:
             if any(content.find(name, pixels) >= 0 for name in _PNG_METADATA):
                 with contextlib.suppress(*DECODE_ERRORS):  # the image is rejected when it is used
                     image.load()
-        return (height, width) if orientation(image) >= 5 else (width, height)
+        if orientation(image) >= 5:  # turned by 90 degrees
+            return height, width
+        return width, height
 
 
 def orientation(image: Image.Image) -> int:
@@ -547,11 +545,9 @@ def orientation(image: Image.Image) -> int:
 
 def keys_or_value(record: object) -> str:
     """Say what a record is, for messages: its keys, or the value that is no object."""
-    return (
-        f"its keys are {', '.join(map(str, record))[:200]}"
-        if isinstance(record, dict)
-        else f"it is {short(record)}"
-    )
+    if isinstance(record, dict):
+        return f"its keys are {', '.join(map(str, record))[:200]}"
+    return f"it is {short(record)}"
 
 
 def short(value: object) -> str:

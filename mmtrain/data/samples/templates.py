@@ -16,6 +16,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -62,11 +63,13 @@ class PlainTemplate:
         self.tokenizer = tokenizer
         self.layout = layout
         self.vocab_size = vocab_size
-        bos = tokenizer.bos_token_id
+        self.prefix: list[int] = []
         with panics_told(tokenizer.name_or_path):
-            self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
+            first = tokenizer("a").input_ids[:1]
+        if first == [tokenizer.bos_token_id]:
+            self.prefix = first
         special = tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer)))
-        self.special_texts = any_of([text for text in special if text != IMAGE_MARK])
+        self.special_texts = any_of(filter(IMAGE_MARK.__ne__, special))
         _refuse_missing_marks(tokenizer, layout)
         self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else tokenizer
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
@@ -93,6 +96,8 @@ class PlainTemplate:
                 "template", f"the plain template takes one question and one answer; {seen}"
             )
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
+
+        # All images that the question has come first, those inside the caption in their places.
         texts = caption.split(IMAGE_MARK)
         tilings = tilings_of(sample, self.layout)
         before = len(tilings) - len(texts) + 1
@@ -194,39 +199,43 @@ class ChatTemplate:
         if self.layout.prompt_text != IMAGE_MARK:
             turns = [(speaker, BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
         text, spans = self.chat.write(turns)
-        images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
-        text, spans, around = _wrapped(text, spans, [written for written, _ in images])
-        positions = list(itertools.chain.from_iterable(runs for _, runs in images))
+        images = []
+        positions = []
+        for tiling in tilings:
+            written, runs = _text_and_runs(self.layout, (tiling,))
+            images.append(written)
+            positions += runs
+        text, spans, around = _wrapped(text, spans, images)
         encoding = self._encoded(text)
         ids = encoding.ids
         offsets = encoding.offsets
         _refuse_unread_marks(ids, self.image_id, positions, self.name)
         in_answer = _overlapping(ids, offsets, spans, self.added_ids)
-        last = [
-            token
-            for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True)
-            if now > after
-        ]
-        if in_answer[0] or len(last) != len(spans):
+        answers = []  # places of their tokens
+        for is_answer, places in itertools.groupby(range(len(ids)), in_answer.__getitem__):
+            if is_answer:
+                answers.append(list(places))
+        if in_answer[0] or len(answers) != len(spans):
             raise self.chat.unfit(
                 "writes nothing before an answer, or nothing between two, "
                 "so answers cannot be found",
                 "puts a mark there",
             )
-        for token in last:
-            if token not in self.end_marks:
-                end = self.tokenizer.decode([token])
+        for places in answers:
+            last = ids[places[-1]]
+            if last not in self.end_marks:
+                end = self.tokenizer.decode([last])
                 raise self.chat.unfit(
                     f"ends an answer with {end!r}, which is no special end token: "
                     "the model would never learn to stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
-        firsts = [place for place, now in enumerate(in_answer) if now and not in_answer[place - 1]]
-        for (begin, _), first in zip(spans, firsts, strict=True):
+
+        for (begin, _), (first, *_) in zip(spans, answers, strict=True):
             # What stands before an added token does not change how the text behind it is tokenized.
-            at = next(
-                (place for place in reversed(range(first)) if ids[place] in self.added_ids), 0
-            )
+            at = first - 1
+            while at > 0 and ids[at] not in self.added_ids:
+                at -= 1
             start = offsets[at][0] if at else 0
             if ids[at:first] != self._encoded(text[start:begin]).ids:
                 ids, offsets = self._apart(text, spans, begin, encoding.ids)
@@ -296,9 +305,14 @@ def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
 
 def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
     """Return the text of images, with <image> for each run of positions, and the runs' lengths."""
-    pieces = [piece for tiling in tilings for piece in layout.pieces(tiling)]
-    runs = [piece for piece in pieces if isinstance(piece, int)]
-    return "".join(IMAGE_MARK if isinstance(piece, int) else piece for piece in pieces), runs
+    text = ""
+    runs = []
+    for piece in itertools.chain.from_iterable(map(layout.pieces, tilings)):
+        if isinstance(piece, int):
+            runs.append(piece)
+            piece = IMAGE_MARK
+        text += piece
+    return text, runs
 
 
 def _expanded(
@@ -309,13 +323,14 @@ def _expanded(
     input_ids: list[int] = []
     labels: list[int] = []
     for token, is_supervised in zip(ids, supervised, strict=True):
+        positions = 1
+        label = token if is_supervised else IGNORE
         if token == image_id:
             positions = next(lengths)
-            input_ids += [IMAGE_POSITION] * positions
-            labels += [IGNORE] * positions
-        else:
-            input_ids.append(token)
-            labels.append(token if is_supervised else IGNORE)
+            token = IMAGE_POSITION
+            label = IGNORE
+        input_ids += [token] * positions
+        labels += [label] * positions
     return input_ids, labels
 
 
@@ -349,10 +364,12 @@ def _document(
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added = tokenizer.added_tokens_decoder
-    # of an empty text, as exports name marks that they do not write
-    named = set(tokenizer.all_special_ids) - {None}
-    return {token for token in added if added[token].special} | named
+    # None is of an empty text, as exports name marks that they do not write
+    special = set(tokenizer.all_special_ids) - {None}
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            special.add(token)
+    return special
 
 
 def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
@@ -371,24 +388,31 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 
 
-def _wrapped(
-    text: str, spans: list[Span], images: Sequence[str]
-) -> tuple[str, list[Span], list[Span]]:
+def _wrapped(text: str, spans: list[Span], images: list[str]) -> tuple[str, list[Span], list[Span]]:
     """Write images' texts in place of <image> marks; return the text, the moved spans, the images'
     spans.
     """
-    marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
+    marks = [mark.start() for mark in re.finditer(IMAGE_MARK, text)]
     if len(marks) != len(images):
         raise BadSample(
             "template", f"{len(images)} images, but the template writes {len(marks)} {IMAGE_MARK}"
         )
-    if all(image == IMAGE_MARK for image in images):
+    if images == [IMAGE_MARK] * len(marks):
         return text, spans, []
-    grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
-    moved = [tuple(at + grown[bisect_left(marks, at)] for at in span) for span in spans]
-    around = [(at + grown[n], at + grown[n] + len(images[n])) for n, at in enumerate(marks)]
+
+    around = []
+    grown = [0]  # by the first n images
+    for mark, image in zip(marks, images, strict=True):
+        begin = mark + grown[-1]
+        around.append((begin, begin + len(image)))
+        grown.append(grown[-1] + len(image) - len(IMAGE_MARK))
+
+    def moved(at: int) -> int:
+        return at + grown[bisect_left(marks, at)]
+
     texts = iter(images)
-    return re.sub(re.escape(IMAGE_MARK), lambda _: next(texts), text), moved, around
+    text = re.sub(IMAGE_MARK, lambda _: next(texts), text)
+    return text, [(moved(begin), moved(end)) for begin, end in spans], around
 
 
 def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTokenizerBase:
@@ -423,17 +447,17 @@ def _overlapping(
     the token. An added token that begins before a span is not in it, though it may swallow white
     space there (Phi 3's rstrip).
     """
-    begins = [begin for begin, _ in spans]
-    ends = [end for _, end in spans]
     result = []
     previous_end = 0
     for token, (start, end) in zip(ids, offsets, strict=True):
         begin = previous_end if start == end else start
-        nearest = bisect_right(ends, begin)  # the first span that ends behind the token's begin
-        result.append(
-            nearest < len(spans)
-            and (begin >= begins[nearest] or (end > begins[nearest] and token not in added_ids))
-        )
+        # the first span that ends behind the token's begin
+        nearest = bisect_right(spans, begin, key=itemgetter(1))
+        is_inside = False
+        if nearest < len(spans):
+            first = spans[nearest][0]
+            is_inside = begin >= first or (end > first and token not in added_ids)
+        result.append(is_inside)
         previous_end = end
     return result
 
@@ -461,9 +485,9 @@ class TextCounter:
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
-        input_ids = self.template(
-            without_images(sample) if self.layout.strips else sample
-        ).input_ids
+        if self.layout.strips:
+            sample = without_images(sample)
+        input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
     def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
