@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
@@ -33,7 +32,7 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, BadSample
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
@@ -63,13 +62,14 @@ def sample_format(
     first = _first_samples(shards, key)
     records = [record for record in map(json_record, first) if isinstance(record, dict)]
     forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
-    faults = [
-        [fault for members in first if (fault := _fault(members, form)) is not None]
-        for form in forms
-    ]
+    faults = []
+    for form in forms:
+        judged = (_fault(members, form) for members in first)
+        faults.append(list(filter(None, judged)))
     counts = [len(first) - len(of_form) for of_form in faults]
-    form = forms[best(counts, len(first))]
-    readable = counts[forms.index(form)]
+    choice = best(counts, len(first))
+    form = forms[choice]
+    readable = counts[choice]
     if not readable:
         _refuse_scattered(shards[0])
         lines = [
@@ -77,23 +77,23 @@ def sample_format(
             f"none of the first {len(first)} samples of {shards[0]} can be read in a known format:"
         ]
         for form, of_form in zip(forms, faults, strict=True):
-            reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
-            example = next(fault.detail for fault in of_form if fault.reason == reason)
-            lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
+            lines.append(f"{form.name}: {_most_frequent(of_form)}")
         option = "--caption-key" if key == "SHARDS" else "data.caption_key"
         lines.append(
             f"Captions under another key of KEY.json need {option}; "
             "mmtrain shard makes shards of other data"
         )
         raise UserError("\n  ".join(lines))
-    (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
+
+    suffixes = Counter(text_suffix(form.reading, members) for members in first)
+    suffix, _ = suffixes.most_common(1)[0]
     more = ""
     if form.name not in ("caption", "llava"):  # they may have any other keys
         read = {"id", "system", *IMAGE_KEYS, *READERS[form.name].keys}
-        unread = [
-            key for key in dict.fromkeys(itertools.chain.from_iterable(records)) if key not in read
-        ]
-        more = f"; not read: {escape(first_few(unread, 20))}" if unread else ""
+        keys = dict.fromkeys(itertools.chain.from_iterable(records))
+        unread = [name for name in keys if name not in read]
+        if unread:
+            more = f"; not read: {escape(first_few(unread, 20))}"
     _log.debug(
         f"{key}: format {form.name} (KEY.{suffix}), "
         f"as in {readable} of the first {len(first)} samples{more}"
@@ -104,6 +104,15 @@ def sample_format(
             "(data.caption_prompt). If an answer is beside it, data.format=qa reads both"
         )
     return form
+
+
+def _most_frequent(faults: list[BadSample]) -> str:
+    """Describe the most frequent of faults, with the detail of its first one."""
+    examples: dict[str, str] = {}
+    for fault in faults:
+        examples.setdefault(fault.reason, fault.detail)
+    reason, count = Counter(fault.reason for fault in faults).most_common(1)[0]
+    return f"{count} {reason}: {escape(examples[reason])}"
 
 
 def add_format_arguments(parser: argparse._ActionsContainer) -> None:
@@ -143,25 +152,19 @@ def refuse_useless_shards(
         index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
         reasons.update(reason for reason, _ in faults.values())
-    why = (
-        "; ".join(
-            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
-        )
-        or "no samples"
-    )
+    why = listed_reasons(reasons, "; ") or "no samples"
+
     if len(useless) == len(shards):
-        of_command = key == "SHARDS"
-        of_eval = key.startswith("eval.")
-        option = (
-            "--format"
-            if of_command
-            else "eval.format"
-            if of_eval
-            else "data.format or data.sets.N.format"
-        )
-        remedy = f"set {option} to their format: {', '.join(NAMES)}"
+        format_option = "data.format or data.sets.N.format"
+        template_option = "data.template"
+        if key == "SHARDS":
+            format_option = "--format"
+            template_option = "--template"
+        elif key.startswith("eval."):
+            format_option = "eval.format"
+        remedy = f"set {format_option} to their format: {', '.join(NAMES)}"
         if reasons.keys() == {"template"}:
-            remedy = f"set {'--template' if of_command else 'data.template'} to one that holds them"
+            remedy = f"set {template_option} to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, "
             f"read as {form.name} ({why}). Fix them, or {remedy}"
@@ -186,7 +189,7 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     for shard in shards:
         try:
             for _, sample in itertools.islice(_samples_of(shard), SEEN - len(samples)):
-                samples.append(sample)
+                samples.append(sample)  # one by one: those before damage count
         except UserError as error:
             damage = damage or error
         except OSError as error:
@@ -220,11 +223,11 @@ def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
     damage.
     """
     with shard.open("rb") as stream:
-        files = ((file, sample_name(file.name)) for file in read_headers(shard, stream))
-        named = ((*name, file) for file, name in files if name is not None)
-        for key, members in itertools.groupby(named, key=itemgetter(0)):
+        files = (file for file in read_headers(shard, stream) if sample_name(file.name))
+        for key, members in itertools.groupby(files, lambda file: sample_name(file.name)[0]):
             sample: _Members = {}
-            for _, suffix, file in members:
+            for file in members:
+                _, suffix = sample_name(file.name)
                 sample[suffix] = b""
                 if suffix in TEXT_SUFFIXES and file.size <= MAX_RECORD_BYTES:
                     stream.seek(file.offset)

@@ -28,6 +28,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -126,9 +127,8 @@ class ShardIndex:
     @property
     def flat_image_sizes(self) -> np.ndarray:
         """(images, 2) int64 width and height, one sample after the other."""
-        return np.array(list(itertools.chain.from_iterable(self.image_sizes)), np.int64).reshape(
-            -1, 2
-        )
+        sizes = list(itertools.chain.from_iterable(self.image_sizes))
+        return np.array(sizes, np.int64).reshape(-1, 2)
 
 
 def index_path(tar: Path) -> Path:
@@ -216,11 +216,8 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
             )
         crc32 = header.pop("crc32")
         content = rest[:-1]
-        if (
-            rest[-1:] != b"\n"
-            or len(content) != header["bytes"]
-            or _crc32(header, content) != crc32
-        ):
+        is_whole = rest[-1:] == b"\n" and len(content) == header["bytes"]
+        if not is_whole or _crc32(header, content) != crc32:
             raise _damaged(path, tar, "its checksum does not match its bytes")
         checked = _checked(_Header, header)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -257,24 +254,24 @@ def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
 def _columns(index: ShardIndex) -> dict:
     per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
     assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
-    members = [member for sample in index.members for member in sample]
-    columns = zip(*members, strict=True) if members else [()] * 4
-    sizes = index.flat_image_sizes.T.tolist()
-    texts = sorted(index.texts.items())
+    members: dict[str, list] = {"counts": list(map(len, index.members))}
+    for name in Member._fields:
+        of_all = itertools.chain.from_iterable(index.members)
+        members[name] = list(map(attrgetter(name), of_all))
+    width, height = index.flat_image_sizes.T.tolist()
+    faults = {}
+    for reading, of_reading in sorted(index.faults.items()):
+        faults[reading] = _fault_rows(of_reading)
+    texts = {}
+    for name, text in sorted(index.texts.items()):
+        texts[name] = {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
+    images = {"counts": index.image_counts.tolist(), "width": width, "height": height}
     return {
         "keys": index.keys,
-        "members": {
-            "counts": list(map(len, index.members)),
-            **dict(zip(Member._fields, columns, strict=True)),
-        },
-        "images": {"counts": index.image_counts.tolist(), "width": sizes[0], "height": sizes[1]},
-        "faults": {
-            reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())
-        },
-        "texts": {
-            name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
-            for name, text in texts
-        },
+        "members": members,
+        "images": images,
+        "faults": faults,
+        "texts": texts,
     }
 
 
@@ -344,16 +341,17 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     members = content.members
     images = content.images
     texts = content.texts
-    columns = {
+    columns: dict[str, list] = {
         "keys": content.keys,
         "members.counts": members.counts,
         "images.counts": images.counts,
     }
-    for name, column in (
-        columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}
-    ).items():
+    for name, text in texts.items():
+        columns[f"texts.{name}.tokens"] = text.tokens
+    for name, column in columns.items():
         if len(column) != samples:
             raise ValueError(f"{name}: has {len(column):,} elements, but needs {samples:,}")
+
     index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
@@ -361,15 +359,13 @@ def _parse(header: _Header, value: object) -> ShardIndex:
             tuple(map(Member._make, rows)) for rows in _split("members", members, Member._fields)
         ],
         image_sizes=_split("images", images, ("width", "height")),
-        faults={
-            reading: _faults(f"faults.{reading}", rows, samples)
-            for reading, rows in content.faults.items()
-        },
-        texts={
-            name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
-            for name, text in texts.items()
-        },
+        faults={},
     )
+    for reading, rows in content.faults.items():
+        index.faults[reading] = _faults(f"faults.{reading}", rows, samples)
+    for name, text in texts.items():
+        faults = _faults(f"texts.{name}.faults", text.faults, samples)
+        index.texts[name] = TextLengths(text.tokens, faults)
     if header.texts != _usable(index.texts):
         raise ValueError("texts: the first line gives another number of samples")
     end = max(map(sum, zip(members.offset, members.size, strict=True)), default=0)
@@ -377,6 +373,7 @@ def _parse(header: _Header, value: object) -> ShardIndex:
         raise ValueError(
             f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes"
         )
+
     pictures = {suffix for suffix in set(members.suffix) if image_number(suffix) is not None}
     for place, sample in enumerate(index.members):
         files = sum(member.suffix in pictures for member in sample)

@@ -135,7 +135,8 @@ def build_indexes(
     def show(through: int) -> None:
         nonlocal samples
         samples = through
-        progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
+        failed = f"{len(failures):,} failed" if failures else ""
+        progress.show(done, samples, failed)
 
     with (
         worker_pool(index, min(workers, len(tars))) as run,
@@ -162,8 +163,9 @@ def _index_shard(
             index = None
             form = count.form
             lengths = TextLengths([])
-            with contextlib.suppress(MissingIndex):
-                index = None if rebuild else read_index(tar)
+            if not rebuild:
+                with contextlib.suppress(MissingIndex):
+                    index = read_index(tar)
             if index is not None and count.fingerprint in index.texts:
                 return None
 
@@ -230,15 +232,15 @@ def _without_images(
     """Return a sample with empty images; only the member with its text is read. Raises
     BadSample.
     """
-    by_suffix = {member.suffix: member for member in members}
-    contents = dict.fromkeys(by_suffix, b"")
-    if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
-        if member.size > MAX_RECORD_BYTES:
-            raise BadSample(
-                "too_many_bytes",
-                f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}",
-            )
-        contents[member.suffix] = read(member)
+    contents = {member.suffix: b"" for member in members}
+    text = text_suffix(form.reading, contents)
+    for member in members:
+        if member.suffix == text:
+            if member.size > MAX_RECORD_BYTES:
+                raise BadSample(
+                    "too_many_bytes", f"{text}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}"
+                )
+            contents[text] = read(member)
     return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
 
@@ -283,12 +285,19 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         stream.seek(file.offset)
         is_image = image_number(suffix) is not None
         is_text = suffix in TEXT_SUFFIXES
-        limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if is_text else 0
+        limit = 0
+        if is_image:
+            limit = MAX_IMAGE_BYTES
+        elif is_text:
+            limit = MAX_RECORD_BYTES
+
+        # What is not too large comes as one chunk.
         crc32 = 0
         content = b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
             crc32 = zlib.crc32(chunk, crc32)
             content = chunk
+
         size = UNKNOWN_SIZE
         fault = None
         if is_image and file.size > limit:
@@ -306,9 +315,10 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
     """Read the next `size` bytes: as one piece if they are at most `largest`, else in small
     ones.
     """
-    piece = size if size <= largest else _CHUNK
+    if size > largest:
+        largest = _CHUNK
     while size > 0:
-        chunk = stream.read(min(piece, size))
+        chunk = stream.read(min(largest, size))
         if not chunk:
             raise OSError("it became shorter while it was read")
         size -= len(chunk)
@@ -324,10 +334,8 @@ def _add_sample(
     sizes = ()
     try:
         if len(members) < len(files):
-            raise BadSample(
-                "duplicate_member",
-                f"{', '.join(file.member.suffix for file in files)}: one appears twice",
-            )
+            suffixes = ", ".join(file.member.suffix for file in files)
+            raise BadSample("duplicate_member", f"{suffixes}: one appears twice")
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:
@@ -347,10 +355,7 @@ def _raise_all(failures: Sequence[UserError], tars: int) -> None:
     if len(failures) == 1:
         raise failures[0]
     if failures:
-        listed = "\n  ".join(map(str, failures[:FAILURES_SHOWN]))
-        more = (
-            f"\n  and {len(failures) - FAILURES_SHOWN:,} more"
-            if len(failures) > FAILURES_SHOWN
-            else ""
-        )
-        raise UserError(f"{len(failures):,} of {tars:,} shards:\n  {listed}{more}")
+        lines = [f"{len(failures):,} of {tars:,} shards:", *map(str, failures[:FAILURES_SHOWN])]
+        if len(failures) > FAILURES_SHOWN:
+            lines.append(f"and {len(failures) - FAILURES_SHOWN:,} more")
+        raise UserError("\n  ".join(lines))

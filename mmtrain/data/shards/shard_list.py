@@ -12,11 +12,13 @@ a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is d
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import shlex
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
@@ -37,11 +39,11 @@ _KINDS = ("", "next-", "text-", "sheet-")
 # what `mmtrain shard` reads
 _RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 # of the demo's data
-SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))
+SPLITS = tuple(map("".join, itertools.product(_KINDS, ("train", "held-out"))))
 # What makes them and their indexes; the cache never outlives it.
 _DEMO_SOURCES = (
     *("data/prepare/sharding.py", "data/shards/index.py"),
-    *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")),
+    *("demo/data.py", "demo/pictures.py", "demo/scene.py", "demo/text.py"),
 )
 
 # Limits of one pattern: braceexpand would take all memory for {0..999999}{0..999999}.
@@ -64,9 +66,12 @@ def expand_shards(
     twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
-    tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
+    tars: list[Path] = []
+    for pattern in patterns:
+        tars += _tars_of(pattern, key, allow_pipe)
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
+
     for path in tars:
         refuse_lost_link(path)
         if not path.is_file():
@@ -79,11 +84,11 @@ def expand_shards(
                 f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
                 "FOLDER (no --images for text), and name FOLDER"
             )
-    if len(set(tars)) < len(tars):
-        twice = next(path for number, path in enumerate(tars) if path in tars[:number])
-        raise UserError(
-            f"{key}: {twice} is named twice, so each sample would count twice. Name it once"
-        )
+    for path, times in Counter(tars).items():
+        if times > 1:
+            raise UserError(
+                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
+            )
     return tuple(tars)
 
 
@@ -109,6 +114,7 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         )
     if is_pipe:
         return [_piped_shard(name, allow_pipe, key) for name in _without_braces(pattern, key)]
+
     tars = []
     for path in matching_files(pattern, key):
         inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
@@ -128,7 +134,9 @@ def matching_files(pattern: str, key: str) -> list[Path]:
     for name in _without_braces(pattern, key):
         whole = Path(name).expanduser()
         # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
-        paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
+        paths = [whole]
+        if not whole.exists():
+            paths = sorted(map(Path, glob(str(whole))))  # noqa: PTH207
         if not paths:
             origin = f" (from {pattern})" if name != pattern else ""
             raise UserError(f"{key}: no file {name}{origin}")
@@ -164,8 +172,10 @@ def _refuse_endless(pattern: str, key: str) -> None:
     names = 1
     rest = pattern
     while group := _INNERMOST.search(rest):
-        number = _RANGE.fullmatch(group[1])
-        names *= abs(int(number[2]) - int(number[1])) + 1 if number else group[1].count(",") + 1
+        alternatives = group[1].count(",")
+        if number := _RANGE.fullmatch(group[1]):
+            alternatives = abs(int(number[2]) - int(number[1]))
+        names *= alternatives + 1
         rest = rest[: group.start()] + rest[group.end() :]
     if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
         raise UserError(
@@ -180,11 +190,12 @@ def demo_shards(name: str) -> Path:
     """
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
-        raise UserError(
-            f"{name}: the demo has no such data, only {', '.join(PREFIX + each for each in SPLITS)}"
-        )
+        known = ", ".join(PREFIX + each for each in SPLITS)
+        raise UserError(f"{name}: the demo has no such data, only {known}")
     package = Path(__file__).parents[2]
-    digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
+    digest = hashlib.sha256()
+    for source in _DEMO_SOURCES:
+        digest.update((package / source).read_bytes())
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
 
 
@@ -239,9 +250,10 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[P
     """List the shards of a tool's command line as `expand_shards` does; here a shard may be named
     twice.
     """
-    return tuple(
-        dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS", allow_pipe))
-    )
+    paths: dict[Path, None] = {}  # in order, each once
+    for name in names:
+        paths |= dict.fromkeys(expand_shards(name, "SHARDS", allow_pipe))
+    return tuple(paths)
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
@@ -270,9 +282,7 @@ def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None
         with path.open("rb") as stream:
             if any(True for _ in read_headers(path, stream)):
                 return
-    what = (
-        f"{paths[0]} is an empty archive"
-        if len(paths) == 1
-        else f"all {len(paths)} shards are empty archives"
-    )
-    raise UserError(f"{key}: {what}, without any file. Name tars that hold samples")
+    seen = f"{paths[0]} is an empty archive"
+    if len(paths) > 1:
+        seen = f"all {len(paths)} shards are empty archives"
+    raise UserError(f"{key}: {seen}, without any file. Name tars that hold samples")

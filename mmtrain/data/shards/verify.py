@@ -53,8 +53,10 @@ def verify_shard(
         return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     except UserError as error:  # the index is damaged, or of a tar of another size
         return [DamagedMember(str(tar), None, None, str(error))]
-    samples = zip(index.keys, index.members, strict=True)
-    keys = {member.offset: key for key, members in samples for member in members}
+    keys = {}
+    for key, members in zip(index.keys, index.members, strict=True):
+        for member in members:
+            keys[member.offset] = key
     return [
         DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset]))
         for offset in sorted(faults)
@@ -95,11 +97,8 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
                     seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    return (
-                        at,
-                        f"its header says {seen}, but the index says {name!r}, "
-                        f"{member.size:,} bytes",
-                    )
+                    indexed = f"{name!r}, {member.size:,} bytes"
+                    return at, f"its header says {seen}, but the index says {indexed}"
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"
