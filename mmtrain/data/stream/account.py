@@ -48,6 +48,10 @@ class _Taken:
     trained: Counter[int] = field(default_factory=Counter)  # by epoch
 
 
+def _by_epoch(counts: Mapping[str, int]) -> Counter[int]:
+    return Counter({int(epoch): count for epoch, count in counts.items()})
+
+
 class SampleLog:
     """The account of one rank that reads data; rank 0's writes the files. Collective over these
     ranks.
@@ -91,12 +95,8 @@ class SampleLog:
             self._read = state["read"]
             self._lost = state["lost"]
             if self.writes:
-                self._trained = Counter(
-                    {int(epoch): count for epoch, count in state["trained"].items()}
-                )
-                self._quarantined = Counter(
-                    {int(epoch): count for epoch, count in state["quarantined"].items()}
-                )
+                self._trained = _by_epoch(state["trained"])
+                self._quarantined = _by_epoch(state["quarantined"])
         while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
             self._epoch += 1
         # else it has them, or goes on without any
@@ -104,9 +104,8 @@ class SampleLog:
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
         plan = packed.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
-        self.ledger = JsonLines(
-            folder / "samples.jsonl" if self.writes and config.data.ledger else None
-        )
+        has_ledger = self.writes and config.data.ledger
+        self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """Yield the micro-batches; each is counted at the end of the step that uses it."""
@@ -122,7 +121,8 @@ class SampleLog:
                 taken.keys += batch.keys
             for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
                 taken.trained[epoch] += samples
-            taken.faults += [(batch.epochs[row], fault) for row, fault in batch.faults]
+            for row, fault in batch.faults:
+                taken.faults.append((batch.epochs[row], fault))
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
         """Close a step in which all replicas together trained on `samples` and quarantined
@@ -136,20 +136,21 @@ class SampleLog:
         self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
         self._read += samples + quarantined
         self._lost += quarantined
-        taken_packs = (step + 1) * self.config.train.packs_per_step
+        taken_packs = (step + 1) * train.packs_per_step
         epoch_ends = self.packed.order.first_pack(self._epoch + 1) <= taken_packs
         if not (self.config.data.ledger or quarantined or epoch_ends):
             return []
-        replicas = self._gather()
+
+        taken = self._gather()
         if self.writes:
-            if self.config.data.ledger:
-                self.ledger.write(step=step, keys=[key for taken in replicas for key in taken.keys])
-            faults = [fault for taken in replicas for fault in taken.faults]
-            self._write_faults([(step, *fault) for fault in faults])
+            self.ledger.write(step=step, keys=taken.keys)
+            self._write_faults([(step, *fault) for fault in taken.faults])
             # What is unusable from the start is never read: it counts in proportion.
             plan = self.packed.order.epoch_plan(self._epoch)
             read = round(self._read / (1 - plan.unusable / plan.drawn))
-            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults])
+            latest = [fault for _, fault in taken.faults]
+            self._refuse_many(self._lost + read - self._read, read, latest)
+
         records = []
         while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
             plan = self.packed.order.epoch_plan(self._epoch)
@@ -168,8 +169,8 @@ class SampleLog:
             "epoch": self._epoch,
             "read": self._read,
             "lost": self._lost,
-            "trained": {str(epoch): count for epoch, count in self._trained.items()},
-            "quarantined": {str(epoch): count for epoch, count in self._quarantined.items()},
+            "trained": dict(self._trained),
+            "quarantined": dict(self._quarantined),
         }
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
@@ -181,21 +182,26 @@ class SampleLog:
         self.ledger.close()
         if self._quarantine is not None:
             self._quarantine.close()
-        return (
-            [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)]
-            if self.writes and packs
-            else []
-        )
+        if not (self.writes and packs):
+            return []
+        return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)]
 
-    def _gather(self) -> list[_Taken]:
-        """Return what each replica took since the last time; nothing but on rank 0."""
-        taken = self._taken
+    def _gather(self) -> _Taken:
+        """Return what all replicas took since the last time, in their order; nothing but on rank 0.
+
+        Collective.
+        """
+        replicas = [self._taken]
+        if self.group is not None:
+            replicas = gather_to_rank_0(self._taken, self.group) or []
         self._taken = _Taken()
-        replicas = [taken] if self.group is None else gather_to_rank_0(taken, self.group) or []
+        together = _Taken()
         for replica in replicas:
+            together.keys += replica.keys
+            together.faults += replica.faults
             self._trained += replica.trained
-            self._quarantined.update(epoch for epoch, _ in replica.faults)
-        return replicas
+        self._quarantined.update(epoch for epoch, _ in together.faults)
+        return together
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
         """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add
@@ -213,14 +219,16 @@ class SampleLog:
                 f"{planned} samples were planned in {packs - begin} packs, {trained} were trained "
                 f"on and {damaged} quarantined: {trained + damaged - planned:+d}"
             )
-        quarantined = damaged + (plan.unusable if complete else 0)
-        overlong = plan.overlong if complete else 0
-        read = trained + quarantined + overlong
+
+        counts = {"trained": trained, "quarantined": damaged, "overlong": 0}
+        if complete:  # what was never read counts once all others are
+            counts["quarantined"] += plan.unusable
+            counts["overlong"] = plan.overlong
+        read = sum(counts.values())
         if complete and read != plan.drawn:
             raise CountError(
                 f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for"
             )
-        counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
         if complete:
             listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
             _log.info(f"epoch {epoch} is complete: {read:,} samples read: {listed}")

@@ -15,6 +15,7 @@ stalls and restarts; one that fails for too long ends the run.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 import zlib
@@ -30,7 +31,12 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
+from mmtrain.data.samples.records import (
+    MAX_IMAGE_BYTES,
+    MAX_RECORD_BYTES,
+    BadSample,
+    listed_reasons,
+)
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
@@ -97,17 +103,12 @@ def data_sets(data: DataSection) -> list[DataSet]:
     """
     if data.sets is None:
         return [_data_set(data, data.shards, "data.shards", data.format)]
-    return [
-        _data_set(
-            data,
-            one.shards,
-            f"data.sets.{number}.shards",
-            one.format or data.format,
-            one.weight,
-            one.name,
-        )
-        for number, one in enumerate(data.sets)
-    ]
+    sets = []
+    for number, one in enumerate(data.sets):
+        key = f"data.sets.{number}.shards"
+        form = one.format or data.format
+        sets.append(_data_set(data, one.shards, key, form, one.weight, one.name))
+    return sets
 
 
 def evaluated_set(config: RunConfig) -> DataSet | None:
@@ -128,9 +129,8 @@ def _data_set(
     name: str = "",
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
-    return DataSet(
-        tars, weight, name, sample_format(form, data.caption_key, data.caption_prompt, tars, key)
-    )
+    detected = sample_format(form, data.caption_key, data.caption_prompt, tars, key)
+    return DataSet(tars, weight, name, detected)
 
 
 def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
@@ -168,9 +168,8 @@ class Catalog:
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
-        self.shards = tuple(shard for one in sets for shard in one.shards)
-        self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
-        self.forms = tuple(one.form for one in sets for _ in one.shards)
+        self.shards: list[Path] = []
+        self.sets: list[DataSet] = []  # of each shard
         self.firsts = [0]  # number of each shard's first sample
         self.held_out: list[int] = []
         self.faults: dict[int, QuarantinedSample] = {}
@@ -182,13 +181,14 @@ class Catalog:
         )
         lengths = []
         for one, text in zip(sets, text_fingerprints, strict=True):
-            read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
-            lengths_of_shards, planned, tiles = zip(*read, strict=True)
-            sizes = np.array(list(map(len, lengths_of_shards)))
-            self.sample_sets.append(
-                SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles))
+            read = [self._read_shard(one, text, shard, digest) for shard in one.shards]
+            of_shards, planned, tiles = zip(*read, strict=True)
+            sizes = np.array(list(map(len, of_shards)))
+            planned_set = SampleSet(
+                one.weight, sizes, np.concatenate(planned), np.concatenate(tiles)
             )
-            lengths += lengths_of_shards
+            self.sample_sets.append(planned_set)
+            lengths += of_shards
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
         self._suffix_texts = list(self._suffixes)
@@ -213,59 +213,57 @@ class Catalog:
         exact = np.array(texts.tokens, np.int64) + positions
         # too long for any pack in any case
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)
+
+        # The first fault that a sample is found to have stays.
         faults = {**unfit, **texts.faults, **unreadable}
-        if not (self.layout.takes_images or self.layout.strips):
-            for place in np.flatnonzero(index.image_counts).tolist():
-                faults.setdefault(place, ("no_encoder", f"{len(index.image_sizes[place])} images"))
-        for place, sizes in enumerate(index.image_sizes if self.layout.takes_images else ()):
-            for width, height in sizes:
-                if width * height > self.max_image_pixels:
-                    detail = (
-                        f"{width} x {height} pixels; "
-                        f"data.max_image_pixels is {self.max_image_pixels:,}"
-                    )
-                    faults.setdefault(place, ("too_many_pixels", detail))
+        for place, sizes in enumerate(index.image_sizes):
+            if self.layout.takes_images:
+                for width, height in sizes:
+                    if width * height > self.max_image_pixels:
+                        limit = f"data.max_image_pixels is {self.max_image_pixels:,}"
+                        detail = f"{width} x {height} pixels; {limit}"
+                        faults.setdefault(place, ("too_many_pixels", detail))
+            elif sizes and not self.layout.strips:
+                faults.setdefault(place, ("no_encoder", f"{len(sizes)} images"))
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
             key = _full_key(one.name, index.keys[place])
             offset = index.members[place][0].offset
             self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
+
         planned = lengths.copy()
         if self.held_out_fraction is not None:
-            chosen = [is_held_out(key, self.held_out_fraction) for key in index.keys]
-            held_out = np.flatnonzero(np.array(chosen, bool) & (lengths != UNUSABLE))
-            planned[held_out] = HELD_OUT
-            self.held_out += (first + held_out).tolist()
+            for place, key in enumerate(index.keys):
+                if lengths[place] != UNUSABLE and is_held_out(key, self.held_out_fraction):
+                    planned[place] = HELD_OUT
+                    self.held_out.append(first + place)
+
         stored = self._store(index)
+        self.shards.append(shard)
+        self.sets.append(one)
         self.firsts.append(first + len(lengths))
-        digest.update(
-            b"\n".join(stored.names)
-            + stored.crc32.tobytes()
-            + lengths.tobytes()
-            + planned.tobytes()
-        )
+        digest.update(b"\n".join(stored.names))
+        for column in (stored.crc32, lengths, planned):
+            digest.update(column.tobytes())
         return lengths, planned, tiles
 
     def _store(self, index: ShardIndex) -> _Stored:
-        members = [member for of_sample in index.members for member in of_sample]
         sizes = index.flat_image_sizes
         counts = index.image_counts
         if not self.layout.is_sized:
             sizes = sizes[:0]
             counts = np.zeros_like(counts)
+        members = list(itertools.chain.from_iterable(index.members))
+        suffixes, offset, size, crc32 = zip(*members, strict=True) if members else [()] * 4
+        for name in suffixes:
+            self._suffixes.setdefault(name, len(self._suffixes))
         stored = _Stored(
             names=np.array([key.encode() for key in index.keys], np.bytes_),
             first_member=np.cumsum([0, *map(len, index.members)], dtype=np.int32),
-            suffix=np.array(
-                [
-                    self._suffixes.setdefault(member.suffix, len(self._suffixes))
-                    for member in members
-                ],
-                np.int32,
-            ),
-            offset=np.array([member.offset for member in members], np.int64),
-            size=np.array([member.size for member in members], np.int64),
-            crc32=np.array([member.crc32 for member in members], np.uint32),
+            suffix=np.array(list(map(self._suffixes.get, suffixes)), np.int32),
+            offset=np.array(offset, np.int64),
+            size=np.array(size, np.int64),
+            crc32=np.array(crc32, np.uint32),
             first_image=np.cumsum([0, *counts], dtype=np.int32),
             image_sizes=sizes.astype(np.int32),
         )
@@ -280,10 +278,7 @@ class Catalog:
         can be.
         """
         reasons = Counter(fault.reason for fault in self.faults.values())
-        listed = ", ".join(
-            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
-        )
-        return f" ({listed})" if listed else ""
+        return f" ({listed_reasons(reasons, ', ')})" if reasons else ""
 
     def find(self, number: int) -> Place:
         """Return where the sample of a global number is stored."""
@@ -291,18 +286,16 @@ class Catalog:
         place = number - self.firsts[shard]
         stored = self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
-        columns = (
-            column[begin:end].tolist()
-            for column in (stored.suffix, stored.offset, stored.size, stored.crc32)
-        )
-        members = tuple(
-            Member(self._suffix_texts[suffix], *rest)
-            for suffix, *rest in zip(*columns, strict=True)
-        )
-        key = _full_key(self.names[shard], stored.names[place].decode())
+        members = []
+        for at in range(begin, end):
+            suffix = self._suffix_texts[stored.suffix[at]]
+            numbers = (column[at].item() for column in (stored.offset, stored.size, stored.crc32))
+            members.append(Member(suffix, *numbers))
+        one = self.sets[shard]
+        key = _full_key(one.name, stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
-        return Place(key, self.shards[shard], members, self.forms[shard], sizes)
+        return Place(key, self.shards[shard], tuple(members), one.form, sizes)
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
@@ -313,18 +306,20 @@ class Catalog:
         if wrong.any():
             number = int(wrong.argmax())
             place = self.find(number)
+            room = f"{capacity.tokens} tokens"
+            if capacity.tiles is not None:
+                room += f" and {_tiles(capacity.tiles)}"
             raise UserError(
                 f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and "
-                f"{_tiles(tiles[number])} do not fit into a pack of {capacity.tokens} tokens"
-                + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
-                + f" ({int(wrong.sum()):,} samples in all do not). "
+                f"{_tiles(tiles[number])} do not fit into a pack of {room} "
+                f"({int(wrong.sum()):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, "
                 "or set data.overlong=skip"
             )
 
 
 def _tiles(count: int) -> str:
-    return f"{count:,} tile{'' if count == 1 else 's'}"
+    return f"{count:,} tile" if count == 1 else f"{count:,} tiles"
 
 
 def load_catalog(
@@ -339,9 +334,9 @@ def load_catalog(
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
         ensure_indexes(shards, llm, data.template, layout, form, workers=1)
+    folder = model_folder(llm)
     texts = [
-        text_fingerprint(model_folder(llm), data.template, layout.texts, one.form.wording)
-        for one in sets
+        text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets
     ]
     return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
 
@@ -367,10 +362,11 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (counts.sum(), 1)), {}
+
+    # Each size is cut once: data sets have few.
     places = np.repeat(np.arange(len(counts)), counts)
-    kinds, kind_of_image = np.unique(
-        np.column_stack([sizes, counts[places] == 1]), axis=0, return_inverse=True
-    )
+    columns = np.column_stack([sizes, counts[places] == 1])
+    kinds, kind_of_image = np.unique(columns, axis=0, return_inverse=True)
     kind_of_image = kind_of_image.reshape(-1)
     of_kind = np.zeros((len(kinds), 2), np.int64)
     unfit: dict[int, tuple[str, str]] = {}
@@ -383,10 +379,10 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
                 unfit[kind] = "undecodable_image", "its header does not contain its size"
         except UnfitImage as error:
             unfit[kind] = "unfit_shape", str(error)
-    wrong = np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist() if unfit else []
-    return of_kind[kind_of_image], {
-        int(places[image]): unfit[int(kind_of_image[image])] for image in wrong
-    }
+    faults: Faults = {}
+    for image in np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist():
+        faults[int(places[image])] = unfit[int(kind_of_image[image])]
+    return of_kind[kind_of_image], faults
 
 
 def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
@@ -422,8 +418,8 @@ class Reader:
                 is_image = image_number(member.suffix) is not None
                 if is_image and strips:
                     contents[member.suffix] = b""
+                # others are no part of the sample, and of any size
                 elif is_image or member.suffix == text:
-                    # others are no part of the sample, and of any size
                     limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
                     if member.size > limit:
                         detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"

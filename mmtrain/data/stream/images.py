@@ -91,15 +91,15 @@ class ImageTransform:
         else:
             width, height = centred_size(*image.size, *size)
             canvas = Image.new("RGB", size)
-            canvas.paste(
-                self._resize(image, (width, height)),
-                ((size[0] - width) // 2, (size[1] - height) // 2),
-            )
+            corner = ((size[0] - width) // 2, (size[1] - height) // 2)
+            canvas.paste(self._resize(image, (width, height)), corner)
+
         pixels = np.asarray(canvas).reshape(tiling.rows, side, tiling.columns, side, 3)
         tiles = pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
         if tiling.overview is not None:
             whole = np.asarray(self._resize(image)).transpose(2, 0, 1)[None]
-            tiles = np.concatenate([whole, tiles] if tiling.overview == "first" else [tiles, whole])
+            ordered = [whole, tiles] if tiling.overview == "first" else [tiles, whole]
+            tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -122,16 +122,20 @@ class ImageTransform:
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
         refuse_unreadable(image, scale)
         image = as_rgb(image)
-        fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[
-            self.fit
-        ](image)
+        if self.fit == "pad":
+            fitted = self._pad(image)
+        elif self.fit == "resize":
+            fitted = self._resize(image)
+        else:
+            fitted = self._center_crop(image)
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
         """Resize the padded square without making it: bars above and below are added between
         Pillow's two passes.
         """
-        (width, height), side = image.size, max(image.size)
+        width, height = image.size
+        side = max(image.size)
         left = (side - width) // 2
         above = (side - height) // 2
         colour = tuple(int(channel * 255) for channel in self.mean)
@@ -139,7 +143,9 @@ class ImageTransform:
         rows = max(BAND_PIXELS // side, 1)
         for top in range(0, height, rows):
             # Pillow copies even if nothing is cut off: 0.1 ms of a photograph's 5.
-            band = image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
+            band = image
+            if rows < height:
+                band = image.crop((0, top, width, min(top + rows, height)))
             if width < side:
                 padded = Image.new("RGB", (side, band.height), colour)
                 padded.paste(band, (left, 0))
@@ -148,13 +154,12 @@ class ImageTransform:
         return self._resize(narrow)
 
     def _center_crop(self, image: Image.Image) -> Image.Image:
-        shorter = min(image.size)
-        width, height = (int(self.image_size * side / shorter) for side in image.size)
-        left = (width - self.image_size) // 2
-        top = (height - self.image_size) // 2
-        return self._resize(image, (width, height)).crop(
-            (left, top, left + self.image_size, top + self.image_size)
-        )
+        size = self.image_size
+        width, height = (int(size * side / min(image.size)) for side in image.size)
+        left = (width - size) // 2
+        top = (height - size) // 2
+        resized = self._resize(image, (width, height))
+        return resized.crop((left, top, left + size, top + size))
 
     def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
         size = size or (self.image_size, self.image_size)
@@ -168,10 +173,11 @@ def _statistics(
     """Return 255, mean and std as tensors: CUDA multiplies by the reciprocal of a number, which
     rounds twice.
     """
-    values = (
-        torch.tensor(value, dtype=torch.float32, device=device) for value in ((255.0,), mean, std)
-    )
-    return tuple(value[:, None, None] for value in values)
+
+    def channels(values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+
+    return channels((255.0,)), channels(mean), channels(std)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -180,9 +186,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     """
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(
-            white, image if image.mode == "RGBA" else image.convert("RGBA")
-        )
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -232,6 +236,5 @@ def image_transform(
         raise UserError(
             f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}"
         )
-    return ImageTransform(
-        tile_size or int(size), tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels
-    )
+    side = tile_size or int(size)
+    return ImageTransform(side, tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels)

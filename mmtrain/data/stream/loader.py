@@ -100,13 +100,15 @@ class PackedBatches:
             "held out": len(self.catalog.held_out),
         }
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+
         packs = self.config.train.packs_per_step
         steps = self.max_steps
         epochs = steps * packs / len(plan)
+        shown = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
         summary = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
             f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; {steps:,} steps of {packs:,} "
-            f"packs are {epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
+            f"packs are {shown} epochs"
         )
         if packs > len(plan):
             summary += (
@@ -135,9 +137,11 @@ class PackedBatches:
         if workers == 0:
             yield from self._share(0, 1, itertools.repeat(None))
             return
+
         tiles = self.config.train.packs_per_microbatch * self.most_tiles
         transform = self.processor.transform
-        slots = _shared_memory(workers, tiles, 1 if transform is None else transform.image_size)
+        image_size = 1 if transform is None else transform.image_size
+        slots = _shared_memory(workers, tiles, image_size)
         batches = DataLoader(
             _Worker(self, slots),
             batch_size=None,
@@ -207,24 +211,21 @@ class _Sent:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
-        tokens = {
-            name: value.numpy()
-            for name, value in vars(batch).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return cls(
-            {**vars(batch), **tokens, "tiles": None}, 0 if batch.tiles is None else len(batch.tiles)
-        )
+        fields = {**vars(batch), "tiles": None}
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                fields[name] = value.numpy()
+        return cls(fields, 0 if batch.tiles is None else len(batch.tiles))
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
-        tokens = {
-            name: torch.from_numpy(value)
-            for name, value in self.fields.items()
-            if isinstance(value, np.ndarray)
-        }
+        fields = dict(self.fields)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                fields[name] = torch.from_numpy(value)
         # Copied: the worker writes over the slot once the next micro-batch is asked for.
-        tiles = slot[: self.tiles].clone() if self.tiles else None
-        return PackedBatch(**{**self.fields, **tokens, "tiles": tiles})
+        if self.tiles:
+            fields["tiles"] = slot[: self.tiles].clone()
+        return PackedBatch(**fields)
 
 
 class _Worker(IterableDataset):

@@ -120,12 +120,13 @@ def plan_epoch(
     shards = sum(one.weight * len(one.shard_sizes) for one in sets)
     groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
     for group in range(groups):
-        parts = (
-            each[group * len(each) // groups : (group + 1) * len(each) // groups]
-            for each in sequences
-        )
+        parts = []
+        for each in sequences:
+            begin = group * len(each) // groups
+            end = (group + 1) * len(each) // groups
+            parts.append(each[begin:end])
         draw = _random(f"group {seed} {epoch} {group}")
-        members = draw.permutation(np.concatenate(list(parts)))
+        members = draw.permutation(np.concatenate(parts))
         for window in np.array_split(members, max(1, round(len(members) / pack_window))):
             packs = pack_best_fit(lengths[window], capacity, tiles[window])
             packs = [packs[position] for position in draw.permutation(len(packs))]
@@ -148,11 +149,11 @@ def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
         if take:
             # these words are the seed of every order: never change them
             draw = _random(f"pass {purpose} {number}")
-            shards = draw.permutation(len(first))
-            drawn = np.concatenate(
-                [first[shard] + draw.permutation(sizes[shard]) for shard in shards]
-            )
-            sequence.append(drawn[one.lengths[drawn] != HELD_OUT][:take])
+            drawn = []
+            for shard in draw.permutation(len(first)):
+                drawn.append(first[shard] + draw.permutation(sizes[shard]))
+            places = np.concatenate(drawn)
+            sequence.append(places[one.lengths[places] != HELD_OUT][:take])
     return np.concatenate(sequence)
 
 
@@ -178,10 +179,11 @@ def pack_best_fit(
         "a document does not fit an empty pack"
     )
     # Where no document has more tiles per token than a full pack may have, tokens run out first.
-    if (
-        cap is None
-        or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all()
-    ):
+    is_short_of_tokens = cap is None
+    if cap is not None:
+        scaled = np.multiply(tiles, capacity.tokens, dtype=np.int64)
+        is_short_of_tokens = bool((scaled < (cap + 1) * tokens).all())
+    if is_short_of_tokens:
         cap = 0
         needs = [0] * count
     else:
@@ -251,9 +253,8 @@ class PackOrder:
         while len(packs) < count:
             begin = first + len(packs) - self.first_pack(epoch)
             plan = self.epoch_plan(epoch)
-            for start, end in pairwise(
-                plan.starts[begin : begin + count - len(packs) + 1].tolist()
-            ):
+            starts = plan.starts[begin : begin + count - len(packs) + 1].tolist()
+            for start, end in pairwise(starts):
                 packs.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
             epoch += 1
         return packs
@@ -269,9 +270,8 @@ class PackOrder:
         holds none.
         """
         while len(self._first_packs) <= epoch:
-            self._first_packs.append(
-                self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1))
-            )
+            last = self.epoch_plan(len(self._first_packs) - 1)
+            self._first_packs.append(self._first_packs[-1] + len(last))
         return self._first_packs[epoch]
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
@@ -293,11 +293,9 @@ class PackOrder:
             )
         else:
             limit = self.capacity.tiles
-            tiles = (
-                ""
-                if limit is None
-                else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
-            )
+            tiles = ""
+            if limit is not None:
+                tiles = f", or have more than {limit} tiles (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than "
                 f"data.pack_length={self.capacity.tokens} tokens{tiles}, "

@@ -131,9 +131,7 @@ class Processor:
         try:
             document = self.template(sample)
         except BadSample as error:
-            return QuarantinedSample(
-                sample.key, sample.shard, sample.offset, error.reason, error.detail
-            )
+            return sample.quarantined(error)
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
             place = reader.catalog.find(number)
@@ -159,11 +157,9 @@ class Processor:
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
         """Return the micro-batch with its tiles in float32, as a stock encoder takes them."""
-        return (
-            batch
-            if batch.tiles is None
-            else replace(batch, tiles=self.transform.normalise(batch.tiles))
-        )
+        if batch.tiles is None:
+            return batch
+        return replace(batch, tiles=self.transform.normalise(batch.tiles))
 
 
 def make_batch(
@@ -187,7 +183,7 @@ def make_batch(
     input_ids = np.full(shape, padding_id, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
-    grid = np.empty((3, *shape), np.int64) if has_grid else None
+    grid = np.empty((3, *shape), np.int64)
     tiles: list[torch.Tensor] = []
     tilings: list[Tiling] = []
     keys: list[str] = []
@@ -208,29 +204,28 @@ def make_batch(
                     tiles += _decoded_images(entry, decode)
                     tilings += entry.tilings
                 except BadSample as error:
-                    sample = entry.sample
-                    fault = QuarantinedSample(
-                        sample.key, sample.shard, sample.offset, error.reason, error.detail
-                    )
+                    fault = entry.sample.quarantined(error)
             end = start + length
             assert end <= pack_length, (
                 f"documents of {end} tokens or more in a pack of {pack_length}"
             )
+
             position_ids[row, start:end] = np.arange(length)
-            if grid is not None:
-                grid[:, row, start:end] = np.arange(length) if fault else positions_of(entry)
+            grid[:, row, start:end] = position_ids[row, start:end]
             if fault is None:
                 input_ids[row, start:end] = entry.input_ids
                 labels[row, start:end] = entry.labels
+                if has_grid:
+                    grid[:, row, start:end] = positions_of(entry)
                 keys.append(entry.sample.key)
                 tokens += length
             else:
                 faults.append((row, fault))
             start = end
         position_ids[row, start:] = np.arange(pack_length - start)
-        if grid is not None:
-            grid[:, row, start:] = position_ids[row, start:]
+        grid[:, row, start:] = position_ids[row, start:]
         samples_of_packs.append(len(keys) - before)
+
     used = None if buffer is None else buffer[: sum(map(len, tiles))]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -243,7 +238,7 @@ def make_batch(
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
-        grid_positions=None if grid is None else torch.from_numpy(grid),
+        grid_positions=torch.from_numpy(grid) if has_grid else None,
     )
 
 
@@ -258,9 +253,8 @@ def _decoded_images(
 ) -> list[torch.Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []
-    for number, (content, tiling) in enumerate(
-        zip(document.sample.images, document.tilings, strict=True)
-    ):
+    images = zip(document.sample.images, document.tilings, strict=True)
+    for number, (content, tiling) in enumerate(images):
         try:
             tiles.append(decode(content, tiling, document.is_control))
         except BadSample as error:
