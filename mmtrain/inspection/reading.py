@@ -127,11 +127,10 @@ def parse_reading_arguments(
     options = parser.parse_intermixed_args(arguments)
     words = options.shards
     options.changes = []
-    options.config = next(
-        (word for word in words if example_name(word) or word.endswith((".yaml", ".yml"))), None
-    )
+    configs = (word for word in words if example_name(word) or word.endswith((".yaml", ".yml")))
+    options.config = next(configs, None)
     if options.config is not None:
-        options.changes = [word for word in words if KEY_AND_VALUE.match(word)]
+        options.changes = list(filter(KEY_AND_VALUE.match, words))
         options.shards = [word for word in words if word not in (options.config, *options.changes)]
         refuse_repeated_keys(parser, options.changes)
 
@@ -168,10 +167,10 @@ def shard_names(options: argparse.Namespace) -> tuple[list[str], Sequence[str]]:
     data = load_config(options.config, options.changes).data
     if options.shards:
         return options.shards, data.allow_pipe
-    patterns = [one.shards for one in data.sets or (data,)]
-    return [
-        name for one in patterns for name in ([one] if isinstance(one, str) else one)
-    ], data.allow_pipe
+    names: list[str] = []
+    for one in data.sets or (data,):
+        names += [one.shards] if isinstance(one.shards, str) else one.shards
+    return names, data.allow_pipe
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
@@ -181,12 +180,11 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
             options.format, options.caption_key, options.caption_prompt, tars, "SHARDS"
         )
         layout = _layout(options)
-        missing = (
-            ""
-            if layout.positions_per_tile or not layout.takes_images
-            else _missing_positions(options)
-        )
+        missing = ""
+        if layout.takes_images and not layout.positions_per_tile:
+            missing = _missing_positions(options)
         return Reading(options.tokenizer, options.template, form, layout, options.layout, missing)
+
     config = expand_pretrained(load_config(options.config, options.changes))
     data = config.data
     form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
@@ -222,10 +220,11 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
         shape = vision_shape(options.vision, -1)
         side = shape.image_size
         positions = 0 if layout.joins_patches else shape.patches_per_image
-    if layout.has_newlines and math.isqrt(positions) ** 2 != positions:
+    square = math.isqrt(positions) ** 2
+    if layout.has_newlines and square != positions:
         raise UserError(
             f"--tokens-per-image {positions}: --layout {layout.name} needs a square number of "
-            f"image tokens per tile, for example {math.isqrt(positions) ** 2}"
+            f"image tokens per tile, for example {square}"
         )
     if layout.attends_across or (layout.has_newlines and not (side and positions)):
         return Square(0)  # which has the same texts
@@ -234,6 +233,6 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
             f"--layout {layout.name} writes a name before each tile, and the number of tiles "
             "depends on their size. Give --vision NAME or --tile-size PIXELS"
         )
-    return layout(
-        positions, side, **({} if options.max_tiles is None else {"max_tiles": options.max_tiles})
-    )
+    if options.max_tiles is None:
+        return layout(positions, side)
+    return layout(positions, side, max_tiles=options.max_tiles)

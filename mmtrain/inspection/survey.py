@@ -70,9 +70,8 @@ class Survey:
             }
             if self.attends_across:
                 counts = self.taken[:, 1].astype(float)
-                keys["data.expected_attended_tiles"] = round(
-                    float((counts**2).sum() / counts.sum()), 3
-                )
+                attended = float((counts**2).sum() / counts.sum())
+                keys["data.expected_attended_tiles"] = round(attended, 3)
         return keys
 
 
@@ -101,31 +100,33 @@ def survey(
         all_sizes = index.flat_image_sizes
         sizes.append(all_sizes[all_sizes.any(axis=1)])
         taken.append(positions_and_tiles(index, layout)[0])
-        if (faults := index.faults.get(form.reading)) is None:
+        faults = index.faults.get(form.reading)
+        if faults is None:
             raise UserError(
                 f"{tar}: its index has samples of format {', '.join(index.faults)} only. "
                 f"Index it: {MAKE} {tar}{format_argument(form)}"
             )
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(index.texts), tuple(index.faults)))
-    if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
-        fingerprint = only[0][0]
+    if fingerprint is None and len(texts) == 1:
+        fingerprints, readings = texts.pop()
+        if len(fingerprints) == len(readings) == 1:
+            fingerprint = fingerprints[0]
+
     of_samples = np.concatenate(images).astype(np.int32)
     of_images = np.concatenate(taken)
     is_known = of_images[:, 0] > 0
     text_tokens = None
     sample_set = None
     if fingerprint is not None:
-        catalog = Catalog(
-            [DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS
-        )
+        shards = DataSet(tuple(tars), form=form)
+        catalog = Catalog([shards], [fingerprint], layout, MAX_IMAGE_PIXELS)
         reasons = Counter(fault.reason for fault in catalog.faults.values())
-        (sample_set,), is_usable = catalog.sample_sets, catalog.lengths != UNUSABLE
+        sample_set = catalog.sample_sets[0]
+        is_usable = catalog.lengths != UNUSABLE
         places = np.repeat(np.arange(len(of_samples)), of_samples)
-        of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(
-            np.int64
-        )
-        text_tokens = of_texts[is_usable]
+        of_images_alone = np.bincount(places, of_images[:, 0], len(of_samples))
+        text_tokens = (catalog.lengths - of_images_alone.astype(np.int64))[is_usable]
         is_known &= is_usable[places]
     return Survey(
         shards=len(tars),
@@ -152,8 +153,10 @@ def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
     low = int(values.min())
     tail = quantile(values, TAIL)
     high = int(values.max())
-    widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
-    width = next(width for width in widths if width >= (tail - low + 1) / bins)
+    width = 1
+    factors = itertools.cycle((2, 2.5, 2))  # 2, 5, 10, 20, ...
+    while width < (tail - low + 1) / bins:
+        width = int(width * next(factors))
     edges = [*range(low // width * width, tail + width + 1, width)]
     if high >= edges[-1]:
         edges.append(high + 1)
@@ -180,15 +183,10 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
     second.
     """
     defaults = DataSection.model_fields
-    plan = plan_epoch(
-        sets,
-        0,
-        0,
-        capacity,
-        defaults["shuffle_shards"].default,
-        pack_window=defaults["pack_window"].default,
-    )
-    tokens = int(np.concatenate([one.lengths for one in sets])[plan.samples].sum(dtype=np.int64))
-    return Fill(
-        capacity.tokens, len(plan), tokens / (max(len(plan), 1) * capacity.tokens), plan.overlong
-    )
+    shuffle_shards = defaults["shuffle_shards"].default
+    pack_window = defaults["pack_window"].default
+    plan = plan_epoch(sets, 0, 0, capacity, shuffle_shards, pack_window)
+    lengths = np.concatenate([one.lengths for one in sets])
+    tokens = int(lengths[plan.samples].sum(dtype=np.int64))
+    room = max(len(plan), 1) * capacity.tokens
+    return Fill(capacity.tokens, len(plan), tokens / room, plan.overlong)
