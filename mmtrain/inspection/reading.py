@@ -118,8 +118,9 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_reading_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
-    """Parse a command line in any order; exits, as argparse does, for options that do not fit
-    together.
+    """Parse a command line in any order.
+
+    Exits, as argparse does, for options that do not fit together.
 
     `options.config` is the configuration among the words, if any, `options.changes` are the words
     key=value beside it, and `options.shards` the others.
@@ -157,8 +158,9 @@ def parse_reading_arguments(
 
 
 def shard_names(options: argparse.Namespace) -> tuple[list[str], Sequence[str]]:
-    """Return the shards that the command line names or, if none, the configuration, and its
-    `data.allow_pipe`.
+    """Return the shards of the command line or, if none, of the configuration.
+
+    With them comes its `data.allow_pipe`.
 
     Raises UserError.
     """

@@ -81,8 +81,9 @@ def survey(
     layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,
 ) -> Survey:
-    """Read the index of every shard, as training does; raises what `read_index` and `Catalog`
-    raise.
+    """Read the index of every shard, as training does.
+
+    Raises what `read_index` and `Catalog` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
@@ -144,8 +145,9 @@ def survey(
 
 
 def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
-    """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i
-    + 1].
+    """Return edges and counts of bins.
+
+    counts[i] of the values are at least edges[i] and less than edges[i + 1].
 
     About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above
     them.
@@ -179,8 +181,9 @@ class Fill:
 
 
 def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
-    """Plan an epoch as a run with seed 0 and the default windows does. 558,000 samples take a
-    second.
+    """Plan an epoch as a run with seed 0 and the default windows does.
+
+    558,000 samples take a second.
     """
     defaults = DataSection.model_fields
     shuffle_shards = defaults["shuffle_shards"].default

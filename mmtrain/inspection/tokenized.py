@@ -32,8 +32,9 @@ _KEYS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A text token, or a run of an image's positions; `label`: what the (last) position must
-    predict, or IGNORE.
+    """A text token, or a run of an image's positions.
+
+    `label`: what the (last) position must predict, or IGNORE.
     """
 
     first: int  # position in the document
@@ -45,8 +46,9 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """A sample of a shard; without rows where it cannot be trained on, without turns where it
-    cannot be read.
+    """A sample of a shard.
+
+    Without rows where it cannot be trained on, without turns where it cannot be read.
     """
 
     key: str
@@ -59,8 +61,9 @@ class TokenizedSample:
 
 
 def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
-    """Return every sample of this key in indexed shards, in order, read as training reads it;
-    raises UserError.
+    """Return every sample of this key in indexed shards, in order, read as training reads it.
+
+    Raises UserError.
     """
     assert reading.fingerprint is not None, "no tokenizer"
     places = _find(tars, key)
@@ -159,8 +162,9 @@ def _runs(
 
 
 def _texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what each token adds to the text; for a part of a character, its name in the
-    vocabulary.
+    """Return what each token adds to the text.
+
+    For a part of a character, its name in the vocabulary.
     """
     texts = []
     for number, token in enumerate(ids):

@@ -1,5 +1,6 @@
-"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can
-name code that runs.
+"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data.
+
+Nothing in them can name code that runs.
 
 file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the
     file
@@ -64,8 +65,9 @@ def _is_parquet(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a ParquetFile, or a reader of Arrow's streaming or file format; its errors become
-    UserError.
+    """Open a ParquetFile, or a reader of Arrow's streaming or file format.
+
+    Its errors become UserError.
     """
     try:
         import pyarrow
@@ -127,8 +129,9 @@ def _arrow_batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
 
 
 class _RowReader:
-    """Converts the values of one row; raises ValueError for more text, or longer lists, than a
-    record may have.
+    """Converts the values of one row.
+
+    Raises ValueError for more text, or longer lists, than a record may have.
     """
 
     def __init__(self) -> None:

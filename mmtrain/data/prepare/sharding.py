@@ -1,5 +1,6 @@
-"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function
-of the samples.
+"""Write shards: webdataset tars of LLaVA-form samples with their index.
+
+Byte for byte a function of the samples.
 
 ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix,
     bytes), ...])
@@ -113,8 +114,9 @@ KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]
 
 
 def sample_key(identifier: str) -> str:
-    """Return the tar key of a record's id: the id itself where it is safe, else its readable part
-    and a hash of it.
+    """Return the tar key of a record's id.
+
+    It is the id itself where that is safe, else its readable part and a hash of it.
     """
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
@@ -124,8 +126,9 @@ def sample_key(identifier: str) -> str:
 
 
 def tar_bytes(members: Iterable[int]) -> int:
-    """Return the bytes that files of these sizes take in a tar, with their headers, without the
-    archive's end.
+    """Return the bytes that files of these sizes take in a tar, with their headers.
+
+    The archive's end is left out.
     """
     blocks = sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
     return blocks * tarfile.BLOCKSIZE
@@ -148,8 +151,9 @@ class ShardMaker:
     finished: Mapping[int, FinishedShard]  # by job number: made by an earlier run
 
     def __call__(self, job: ShardJob, advance: Advance) -> FinishedShard:
-        """Write a shard, unless it is finished; raises UserError where that one was made of other
-        records.
+        """Write a shard, unless it is finished.
+
+        Raises UserError where that one was made of other records.
         """
         finished = self.finished.get(job.number)
         if finished is not None:
@@ -187,8 +191,9 @@ class ShardMaker:
 def write_shards(
     samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int
 ) -> list[WrittenShard]:
-    """Write samples with unique keys, in order, into shard-000000.tar, shard-000001.tar, ... of an
-    existing folder.
+    """Write samples with unique keys, in order, into new shards of an existing folder.
+
+    The shards are shard-000000.tar, shard-000001.tar, ...
     """
     samples = iter(samples)
     shards: list[WrittenShard] = []
@@ -202,8 +207,9 @@ def write_shards(
 def write_shard(
     path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None
 ) -> WrittenShard:
-    """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path`
-    when complete.
+    """Write one tar, which appears under `path` when complete.
+
+    It is a POSIX.1-2008 ustar; times, owners and modes are fixed.
 
     Its index is written after it, with text lengths where there is a `count`. Raises UserError if
     `path` exists or the disk is full, and what `samples` raises; then the unfinished tar is

@@ -1,5 +1,4 @@
-"""What `mmtrain shard` reads: files and folders as others have them, one after the other, row by
-row.
+"""Sources of `mmtrain shard`: files and folders as others have them, row by row.
 
 .json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders
     --open_sources--> Source
@@ -147,8 +146,9 @@ class Adapter:
         return [key for key in keys if key not in read]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
-        """Return the adapter that reads captions and their images under one key: the first that any
-        row uses.
+        """Return the adapter for captions and images under one key each.
+
+        It is the first key that any row uses.
         """
         if self.form.name != "caption":
             return self
@@ -244,8 +244,9 @@ def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
 
 
 def _image_of_part(part: dict[str, Any]) -> object:
-    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`;
-    raises BadSample.
+    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`.
+
+    Raises BadSample.
     """
     inner = first_value(part, ("image", "image_url", "source"))
     fields = part
@@ -310,8 +311,9 @@ class Source:
         return self.path.suffix.lower() in arrow_files.SUFFIXES
 
     def rows(self, first: int = 0) -> Iterator[object]:
-        """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged
-        file.
+        """Yield the rows from `first` on.
+
+        Raises UserError, when it gets there, for a damaged file.
         """
         if self.is_arrow:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
@@ -329,8 +331,7 @@ class Source:
 
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
-    """Return the files of rows that a path names, all read in one way, and a description of that
-    way.
+    """Return the files of rows that a path names, read in one way, and its description.
 
     A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or
     no form fits.
@@ -366,9 +367,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
-    """Return the source of a record, by its number over all sources, and its number in that
-    source.
-    """
+    """Return the source of a record, by its number over all sources, and its number there."""
     for source in sources:
         if number < source.records:
             return source, number
@@ -386,8 +385,9 @@ class ImageReader:
         self.next_row = 0
 
     def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
-        """Yield for each candidate the bytes of its images that its row holds; None for one that is
-        a file.
+        """Yield for each candidate the bytes of its images that its row holds.
+
+        The bytes of one that is a file are None.
         """
         if self.opened is not None and self.opened.is_arrow:
             self.opened = None  # its rows are found by their number; a text's only from its begin
@@ -422,9 +422,7 @@ def _without_contents(value: object, levels: int = 4) -> object:
 def _fitting(
     path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]
 ) -> tuple[Adapter, bool]:
-    """Return the adapter that takes nearly all of the rows, the first of several, and whether it
-    finds images.
-    """
+    """Return the first adapter that takes nearly all rows, and whether it finds images."""
     asked = {"--image-key": adapters[0].image_key, "--caption-key": adapters[0].form.caption_key}
     for option, key in asked.items():
         if key is not None and key not in keys:

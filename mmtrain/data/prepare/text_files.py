@@ -1,5 +1,4 @@
-"""Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and
-TSV tables.
+"""Text files of records, read one by one: JSON arrays and lines, COCO's captions, CSV, TSV.
 
 JSON array, or JSON lines --json_records--> any JSON values
 COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each
@@ -36,9 +35,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Yield each element of a JSON array, each line of a JSON-lines file, or each record of
-    `_one_object`'s file.
-    """
+    """Yield each element of a JSON array, line of JSON lines, or record in one object."""
     with _opened(path) as stream:
         letters = iter(functools.partial(stream.read, 1), "")
         first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
@@ -62,8 +59,9 @@ def json_records(path: Path) -> Iterator[object]:
 
 
 def _array_elements(path: Path) -> Iterator[object]:
-    """Yield the elements of a JSON array, each read from a window that grows until the element ends
-    in it.
+    """Yield the elements of a JSON array.
+
+    Each is read from a window that grows until the element ends in it.
     """
     decoder = json.JSONDecoder()
     count = 0
@@ -107,8 +105,9 @@ def _array_elements(path: Path) -> Iterator[object]:
 
 
 def _one_object(path: Path) -> dict | None:
-    """Return the content of a file that is one JSON object; None for others and JSON lines, of one
-    record, too.
+    """Return the content of a file that is one JSON object.
+
+    It is None for other files and for JSON lines, even of one record.
     """
     with _opened(path) as stream:
         text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
@@ -127,9 +126,7 @@ def _one_object(path: Path) -> dict | None:
 
 
 def _records_inside(content: dict) -> Iterator[object]:
-    """Yield the captions of COCO's object, the records of an object that holds them by id or in a
-    list, or itself.
-    """
+    """Yield COCO's captions, the records that an object holds by id or in a list, or itself."""
     images = content.get("images")
     annotations = content.get("annotations")
     if isinstance(images, list) and isinstance(annotations, list):
@@ -165,8 +162,9 @@ def _coco_captions(images: list, annotations: list) -> Iterator[object]:
 
 
 def table_rows(path: Path) -> Iterator[object]:
-    """Yield each row as a dict of texts; as a list where its length is not that of the first
-    line.
+    """Yield each row as a dict of texts.
+
+    A row is a list where its length is not that of the first line.
     """
     csv.field_size_limit(MAX_RECORD_BYTES)
     separator = SEPARATORS[path.suffix.lower()]

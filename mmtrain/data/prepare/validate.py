@@ -1,5 +1,4 @@
-"""A run of `mmtrain shard`: what goes into which shard, what becomes of each record, and what
---resume continues.
+"""A run of `mmtrain shard`: contents of each shard, fate of each record, --resume.
 
 rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a
     size--> ShardJob
@@ -46,8 +45,9 @@ SUMMARY = "dataset.json"
 
 @dataclass(eq=False)
 class Validator:
-    """The jobs of all shards, in the files' order; a shard is full at `samples_per_shard` or
-    `shard_bytes`.
+    """The jobs of all shards, in the files' order.
+
+    A shard is full at `samples_per_shard` or `shard_bytes`.
     """
 
     sources: Sequence[Source]
@@ -145,8 +145,9 @@ def _identifier(row: object) -> str | int | None:
 
 @dataclass(eq=False)
 class ShardStats:
-    """Counts what became of the records, in their order, and writes a line to rejected.jsonl for
-    each rejected one.
+    """Counts samples and rejected records, in the records' order.
+
+    Each rejected record becomes a line of rejected.jsonl.
     """
 
     validator: Validator
@@ -199,8 +200,9 @@ class ShardStats:
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
-        """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises
-        OSError.
+        """Write dataset.json beside finished shards, with the options and inputs of `run`.
+
+        Raises OSError.
         """
         tokens = self._each("text_tokens")
         digests = "".join(self._each("sha256"))
@@ -221,9 +223,7 @@ class ShardStats:
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
-    """Raise UserError for an output folder that holds shards, unless `resume` continues their
-    run.
-    """
+    """Raise UserError for a folder that holds shards, unless `resume` continues their run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file. Name a folder")
     used = sorted(path.name for path in [*out.glob("*.tar"), *out.glob(SUMMARY)])
@@ -237,8 +237,9 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
 
 
 def is_finished(out: Path, run: dict) -> bool:
-    """Tell whether a folder holds the finished shards of this run; raises UserError for those of
-    another one.
+    """Tell whether a folder holds the finished shards of this run.
+
+    Raises UserError for those of another one.
     """
     file = out / SUMMARY
     if not file.is_file():
@@ -290,8 +291,9 @@ class UnfinishedRun:
 
 @contextlib.contextmanager
 def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
-    """Lock the folder and take over the finished shards of an earlier run; raises UserError if
-    there is another run.
+    """Lock the folder and take over the finished shards of an earlier run.
+
+    Raises UserError if there is another run.
 
     When the block ends without error, the state is removed.
     """

@@ -1,5 +1,4 @@
-"""A template in Jinja, the LLM's tokenizer's or another: a conversation as text, and where its
-answers stand.
+"""A template in Jinja: a conversation as text, and the spans of its answers.
 
 turns ((speaker, text), ...) --jinja--> text, span of each answer (begin and end in characters)
 
@@ -40,14 +39,16 @@ Turns = Sequence[tuple[str, str]]
 
 
 class TemplateError(Exception):
-    """The template cannot be compiled, or does not take the conversation. The message is the
-    template's own.
+    """The template cannot be compiled, or does not take the conversation.
+
+    The message is the template's own.
     """
 
 
 class JinjaTemplate:
-    """A chat template in transformers' sandbox without files and Python; it may still waste time or
-    memory.
+    """A chat template in transformers' sandbox without files and Python.
+
+    It may still waste time or memory.
 
     Raises TemplateError for what is no template.
     """
@@ -59,8 +60,9 @@ class JinjaTemplate:
             raise _failure(error) from error
 
     def render(self, messages: list[dict], variables: Mapping[str, Any]) -> str:
-        """Return the text of `messages`; raises TemplateError, also for more than MAX_RENDERED
-        characters.
+        """Return the text of `messages`.
+
+        Raises TemplateError, also for more than MAX_RENDERED characters.
         """
         pieces = []
         length = 0
@@ -82,8 +84,9 @@ def _failure(error: Exception) -> TemplateError:
 
 
 class ChatText:
-    """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system ->
-    system.
+    """Writes conversations as a template in Jinja does.
+
+    human is user, gpt is assistant, system is system.
 
     A template that writes today's date (strftime_now) gets a fixed one, so that samples do not
     change overnight. Cost: 2 renderings per answer, to find where it begins and ends, and to see
@@ -97,8 +100,9 @@ class ChatText:
         template: str,
         prompt_text: str,
     ) -> None:
-        """Try the template, `data.template`'s value, on one question and answer; `end_marks` may
-        end an answer.
+        """Try the template, `data.template`'s value, on one question and answer.
+
+        `end_marks` may end an answer.
 
         One that takes contents as lists of parts alone writes `prompt_text` for an image. Raises
         UserError for a tokenizer without chat template, BadSample for a template that could not be
@@ -142,8 +146,9 @@ class ChatText:
             )
 
     def write(self, turns: Turns) -> tuple[str, list[Span]]:
-        """Return the text and the span of each answer; raises BadSample where the template does not
-        hold a turn.
+        """Return the text and the span of each answer.
+
+        Raises BadSample where the template does not hold a turn.
         """
         text = self._render(turns)
         spans: list[Span] = []
@@ -181,9 +186,7 @@ class ChatText:
         return text, spans
 
     def unfit(self, fault: str, needed: str) -> BadSample:
-        """Return the error for a template that does `fault`, where one that does `needed` would
-        do.
-        """
+        """Return the error for a template that does `fault`; one that does `needed` would do."""
         return BadSample("template", f"{self.name} {fault}; use one that {needed}")
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
@@ -218,9 +221,7 @@ class ChatText:
 
 
 def _parts(text: str) -> list[dict[str, str]]:
-    """Split a text at its <image> marks into the parts that chat templates of multimodal models
-    take.
-    """
+    """Split a text at its <image> marks into the parts of multimodal chat templates."""
     parts = []
     for piece in filter(None, re.split(f"({IMAGE_MARK})", text)):
         if piece == IMAGE_MARK:
@@ -231,8 +232,9 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the first of these texts; those of white space alone are left
-    out.
+    """Return a pattern that finds the first of these texts.
+
+    Those of white space alone are left out.
     """
     patterns = map(re.escape, filter(str.strip, texts))
     return re.compile("|".join(patterns) or "(?!)")  # which finds nothing
@@ -246,8 +248,9 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a template's Jinja; a shipped one begins texts as the tokenizer does, perhaps without
-    BOS.
+    """Return a template's Jinja.
+
+    A shipped one begins texts as the tokenizer does, perhaps without BOS.
     """
     if template not in NAMES or template == "chat":
         return jinja

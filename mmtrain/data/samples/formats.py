@@ -102,8 +102,9 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """What the length of a text depends on, for its fingerprint; empty for LLaVA's own
-        format.
+        """What the length of a text depends on, for its fingerprint.
+
+        Empty for LLaVA's own format.
         """
         if self.name == "llava":
             return ""
@@ -119,8 +120,9 @@ ENOUGH = 0.99
 
 
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
-    """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to
-    supervise.
+    """Return the formats to try.
+
+    llava is left out where it would ignore a system prompt, or a mark not to supervise.
     """
     if any(map(_says_more_than_llava, records)):
         return NAMES[1:]
@@ -128,8 +130,9 @@ def candidates(records: Iterable[object]) -> tuple[str, ...]:
 
 
 def best(read: Sequence[int], seen: int) -> int:
-    """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the
-    most of them.
+    """Return the place of the first format that reads ENOUGH of the `seen` samples.
+
+    Where there is none, it is the one that reads most of them.
     """
     for place, count in enumerate(read):
         if count >= ENOUGH * seen:
@@ -148,9 +151,7 @@ def format_argument(form: SampleFormat) -> str:
 
 
 def text_suffix(reading: str, suffixes: Collection[str]) -> str:
-    """Return the suffix of the member that holds a sample's text, for a format of this
-    `reading`.
-    """
+    """Return the suffix of the member with a sample's text, for a format's `reading`."""
     if reading == "caption":
         for suffix in CAPTION_SUFFIXES:
             if suffix in suffixes:
@@ -159,8 +160,9 @@ def text_suffix(reading: str, suffixes: Collection[str]) -> str:
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
-    """Return the turns of a sample from its members, bytes by lower-case suffix; raises
-    BadSample.
+    """Return the turns of a sample from its members, bytes by lower-case suffix.
+
+    Raises BadSample.
     """
     content = _caption(members, form) if form.name == "caption" else _record(members)
     unread = sorted(filter(_UNREAD_MEDIA.fullmatch, members))
@@ -196,8 +198,9 @@ def llava_turns(record: object, images: int) -> Turns:
 def refuse_what_would_be_lost(
     record: object, turns: Sequence[tuple[str, str]], images: int
 ) -> None:
-    """Raise BadSample for a record without marks that names other images than its sample has, or
-    marks of objects.
+    """Raise BadSample for a record that says more than its turns hold.
+
+    It has no marks and names other images than its sample has, or it has marks of objects.
     """
     named = len(first_held(record, IMAGE_KEYS))
     if not named:
@@ -272,8 +275,9 @@ def qa_turns(record: object, images: int) -> Turns:
 
 
 def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one; raises
-    BadSample.
+    """Return a record's question, followed by Alpaca's `input` where it has one.
+
+    Raises BadSample.
     """
     question = value_text(first_value(record, QUESTION_KEYS))
     more = value_text(first_value(record, ("input",)))
@@ -315,8 +319,9 @@ def _is_message(entry: object) -> bool:
 
 
 def _answer_text(entry: object) -> object:
-    """Return the text of one of several answers, which may be an object; a part of a message
-    stays.
+    """Return the text of one of several answers, which may be an object.
+
+    A part of a message stays.
     """
     if isinstance(entry, dict) and "type" not in entry:
         entry = entry.get("answer", entry.get("text"))
@@ -324,8 +329,9 @@ def _answer_text(entry: object) -> object:
 
 
 def interleaved_turns(record: object, images: int) -> Turns:
-    """Return a page as one answer, which holds its texts and images in their order; raises
-    BadSample.
+    """Return a page as one answer, which holds its texts and images in their order.
+
+    Raises BadSample.
 
     The images that it begins with are the question. Where the record lists no images, each null
     among the texts is one.
@@ -362,8 +368,9 @@ def interleaved_turns(record: object, images: int) -> Turns:
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
-    """Return the question `prompt` and the caption, a text or the first of several, as its answer;
-    raises BadSample.
+    """Return the question `prompt` with the caption as its answer.
+
+    The caption is a text, or the first of several. Raises BadSample.
     """
     if isinstance(caption, list) and caption:
         caption = caption[0]
@@ -380,8 +387,9 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
-    """Return a record's value under the first of the keys that has one, perhaps 0; None where there
-    is none.
+    """Return a record's value under the first of the keys that has one, perhaps 0.
+
+    It is None where there is none.
     """
     if isinstance(record, dict):
         for key in keys:
@@ -391,9 +399,7 @@ def first_value(record: object, keys: Iterable[str]) -> Any:
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the images, or whatever else a list may hold, under the first of the keys that holds
-    anything.
-    """
+    """Return the list under the first of the keys that holds anything, such as images."""
     for key in keys:
         if entries := held(first_value(record, (key,))):
             return entries
@@ -445,9 +451,7 @@ def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
 
 
 def dotted_keys(suffixes: Iterable[str]) -> str:
-    """Return what to do, for messages, where names of a sample's files have a dot in what was meant
-    as their key.
-    """
+    """Return the remedy for messages where names of files have a dot in their key."""
     endings = tuple(f".{name}" for name in TEXT_SUFFIXES)
     if any(suffix.endswith(endings) for suffix in suffixes):
         mend = "write the tar with other characters for dots"
@@ -492,8 +496,9 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
 
 
 def _text(number: int, content: object) -> str:
-    """Return a message's content as text; an image in a list of parts becomes a mark on a line of
-    its own.
+    """Return a message's content as text.
+
+    An image in a list of parts becomes a mark on a line of its own.
     """
     parts = content if isinstance(content, list) else [value_text(content)]
     text = ""
@@ -522,16 +527,18 @@ def _part_text(number: int, part: dict, is_image: bool) -> object:
 
 
 def is_image_part(part: dict) -> bool:
-    """Tell whether a part of a content is an image, by its type or, as Qwen-VL writes parts, by its
-    key.
+    """Tell whether a part of a content is an image.
+
+    It says so by its type or, as Qwen-VL writes parts, by its key.
     """
     kind = part.get("type")
     return kind in IMAGE_PARTS or (kind is None and first_value(part, IMAGE_PARTS) is not None)
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns; if none has a mark, put the marks of all images before the first
-    question.
+    """Check the turns.
+
+    If none has a mark, put the marks of all images before the first question.
     """
     if not _has_marks(turns):
         for place, (speaker, text) in enumerate(turns):

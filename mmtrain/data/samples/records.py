@@ -146,9 +146,7 @@ def listed_reasons(reasons: Counter[str], separator: str) -> str:
 
 
 class BadSample(Exception):  # noqa: N818
-    """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was
-    seen.
-    """
+    """A record or sample that cannot be trained on: a code of REASONS and a detail."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -203,8 +201,9 @@ def record_json(record: dict) -> bytes:
 
 
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
-    """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt,
-    human, gpt, ...
+    """Return the turns (speaker, text) of a conversation.
+
+    They are perhaps one from system, then human, gpt, human, gpt, ...
 
     Raises BadSample for every other form, and for what `judged_turns` refuses.
     """
@@ -226,8 +225,9 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 
 
 def value_text(value: object) -> object:
-    """Return a number or a truth value as JSON writes it: 0, 0.5, true. NaN, infinity and other
-    values stay.
+    """Return a number or a truth value as JSON writes it: 0, 0.5, true.
+
+    NaN, infinity and other values stay.
     """
     if isinstance(value, int | float):
         with contextlib.suppress(ValueError):
@@ -248,8 +248,9 @@ def is_given(value: object) -> bool:
 
 
 def held(field: object) -> list:
-    """Return the list of what a field holds; empty for "", [], [""], [null], {"bytes": b""} and
-    "[]".
+    """Return the list of what a field holds.
+
+    Empty for "", [], [""], [null], {"bytes": b""} and "[]".
     """
     field = unpacked(field)
     entries = field if isinstance(field, list) else [field]
@@ -262,8 +263,9 @@ def held(field: object) -> list:
 
 
 def unpacked(value: object) -> object:
-    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's
-    [0.1, 0.9], as is.
+    """Parse a list of texts or objects that a table holds as JSON text.
+
+    Return others, as a box's [0.1, 0.9], as is.
     """
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
@@ -274,8 +276,9 @@ def unpacked(value: object) -> object:
 
 
 def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> None:
-    """Raise BadSample for a turn, or a part of one, that holds more than its text: reasoning, tool
-    calls, two texts.
+    """Raise BadSample for a turn, or a part of one, that holds more than its text.
+
+    That is reasoning, tool calls, or two texts.
 
     `unread` names more keys that must be empty. Numbers, as of reasoning tokens, are no text.
     """
@@ -290,8 +293,9 @@ def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> 
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length;
-    raises BadSample.
+    """Return turns that form a trainable conversation of limited length.
+
+    A turn is (speaker of ROLES, text). Raises BadSample.
     """
     if len(turns) > MAX_TURNS:
         raise BadSample("too_long", f"{len(turns):,} turns; at most {MAX_TURNS:,} are allowed")
@@ -339,8 +343,9 @@ def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> N
 
 
 def image_file(folder: Path, name: str) -> Path:
-    """Return the file of an image's name: as written, else with slashes for back slashes, or in NFC
-    or NFD.
+    """Return the file of an image's name.
+
+    The name is tried as written, with slashes for back slashes, in NFC and in NFD.
     """
     slashes = name.replace("\\", "/")
     composed = unicodedata.normalize("NFC", slashes)
@@ -352,8 +357,9 @@ def image_file(folder: Path, name: str) -> Path:
 def read_image(
     folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> tuple[str, bytes]:
-    """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without
-    links.
+    """Return lower-case suffix and bytes of an image file in `folder`.
+
+    The folder is an absolute path without links.
 
     The image is decoded to its end, after its size in bytes and pixels was checked. Raises
     BadSample.
@@ -392,8 +398,9 @@ def read_image(
 def checked_image(
     name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> tuple[str, bytes]:
-    """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as
-    `read_image` does.
+    """Return suffix, by its content, and bytes of an image that a row holds.
+
+    Raises BadSample as `read_image` does.
     """
     _refuse_large(name, content.nbytes)
     image = bytes(content)
@@ -422,8 +429,9 @@ def _decode(name: str, content: bytes, max_pixels: int) -> str:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Open a Pillow image by its header; raises BadSample for other files, too many pixels, and
-    `refuse_unreadable`'s.
+    """Open a Pillow image by its header.
+
+    Raises BadSample for other files, too many pixels, and `refuse_unreadable`'s.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it
     and a PNG MAX_PARTS.
@@ -456,8 +464,9 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
 
 
 def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
-    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE once it is `scale`
-    times as long.
+    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE.
+
+    The side counts once it is `scale` times as long.
     """
     if image.mode in _UNREAD_MODES:
         seen = f"its pixels (Pillow's mode {image.mode}) have no known range"
@@ -470,8 +479,9 @@ def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
 
 
 def _refuse_much_work(content: bytes) -> None:
-    """Raise BadSample for a JPEG or PNG of more parts than allowed; Pillow spends time on each
-    before any pixel.
+    """Raise BadSample for a JPEG or PNG of more parts than allowed.
+
+    Pillow spends time on each before any pixel.
     """
     parts: Iterable[bytes] = ()
     if content.startswith(b"\xff\xd8"):
@@ -488,8 +498,9 @@ def _refuse_much_work(content: bytes) -> None:
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:
-    """Yield the markers of a JPEG's segments, up to its end, without those inside a segment, of a
-    thumbnail.
+    """Yield the markers of a JPEG's segments, up to its end.
+
+    Those of a thumbnail, inside a segment, are left out.
     """
     at = 0
     while (marker := _JPEG_MARKER.search(content, at)) and marker[0] != b"\xff\xd9":
@@ -528,8 +539,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata that Pillow has read so
-    far.
+    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata read so far.
 
     PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's;
     blocks that these cannot read leave the picture as it is.

@@ -42,8 +42,9 @@ class Sample:
 
 
 def without_images(sample: Sample) -> Sample:
-    """Return a sample's text alone: turns with <image> marks lose them, and the white space at
-    their ends.
+    """Return a sample's text alone.
+
+    Turns with <image> marks lose them, and the white space at their ends.
 
     Raises BadSample for an answer that was nothing else.
     """
@@ -86,7 +87,8 @@ class QuarantinedSample:
 
 
 def image_number(suffix: str) -> int | None:
-    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`;
+    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`.
+
     None if none.
     """
     match = _IMAGE_SUFFIX.fullmatch(suffix)

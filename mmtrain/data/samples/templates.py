@@ -52,8 +52,9 @@ class PlainTemplate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
     ) -> None:
-        """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never
-        end.
+        """Open it; raises UserError for a tokenizer without EOS.
+
+        The LLM would be taught captions that never end.
         """
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -82,8 +83,9 @@ class PlainTemplate:
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample if it is not one question and one answer of mere
-        text.
+        """Tokenize a sample.
+
+        Raises BadSample if it is not one question and one answer of mere text.
         """
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
@@ -112,8 +114,9 @@ class PlainTemplate:
         return _document(sample, tilings, [*input_ids, end], [*labels, end], self)
 
     def _images(self, tilings: Sequence[Tiling]) -> list[int]:
-        """Tokens of all images with the texts around them, which are tokenized together, as stock
-        processors do.
+        """Return the tokens of all images with the texts around them.
+
+        They are tokenized together, as stock processors do.
         """
         text, runs = _text_and_runs(self.layout, tilings)
         if text == IMAGE_MARK * len(runs):
@@ -129,8 +132,7 @@ class PlainTemplate:
 
 
 class ChatTemplate:
-    """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer
-    supervised.
+    """A template in Jinja, the tokenizer's own or another: all turns, every answer supervised.
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then
     each <image> token becomes the positions that the layout gives it. Tokens that overlap an
@@ -149,8 +151,9 @@ class ChatTemplate:
         vocab_size: int,
         template: str = "chat",
     ) -> None:
-        """Raises UserError for a tokenizer without chat template or character offsets, and for an
-        unfit template.
+        """Open it; raises UserError for an unfit tokenizer or template.
+
+        A tokenizer needs a chat template and character offsets.
         """
         self.name = tokenizer.name_or_path
         called = template_name(template)
@@ -186,8 +189,9 @@ class ChatTemplate:
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample for turns that cannot be written and masked
-        faithfully.
+        """Tokenize a sample.
+
+        Raises BadSample for turns that cannot be written and masked faithfully.
         """
         _refuse_special(self.special_texts, sample.turns, self.name)
         tilings = tilings_of(sample, self.layout)
@@ -252,8 +256,9 @@ class ChatTemplate:
     def _apart(
         self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
     ) -> tuple[list[int], list[Span]]:
-        """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each
-        tokenized alone.
+        """Return ids and offsets of the prompt and of its answer, each tokenized alone.
+
+        The prompt ends at `begin`.
 
         Raises BadSample where another answer follows, and where they do not write what the text's
         `joined` tokens do.
@@ -281,8 +286,9 @@ Template = PlainTemplate | ChatTemplate
 def make_template(
     template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
 ) -> Template:
-    """Return the template of a `data.template`; raises UserError for a tokenizer that it does not
-    fit.
+    """Return the template of a `data.template`.
+
+    Raises UserError for a tokenizer that it does not fit.
     """
     if template == "plain":
         return PlainTemplate(tokenizer, layout, vocab_size)
@@ -290,8 +296,9 @@ def make_template(
 
 
 def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
-    """Return the tiling of each of a sample's images; raises BadSample for one that cannot be
-    cut.
+    """Return the tiling of each of a sample's images.
+
+    Raises BadSample for one that cannot be cut.
     """
     images = len(sample.images)
     assert len(sample.sizes) == images or not layout.is_sized, (
@@ -389,8 +396,9 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
 
 
 def _wrapped(text: str, spans: list[Span], images: list[str]) -> tuple[str, list[Span], list[Span]]:
-    """Write images' texts in place of <image> marks; return the text, the moved spans, the images'
-    spans.
+    """Write images' texts in place of <image> marks.
+
+    Return the text, the moved spans, the images' spans.
     """
     marks = [mark.start() for mark in re.finditer(IMAGE_MARK, text)]
     if len(marks) != len(images):
@@ -416,8 +424,9 @@ def _wrapped(text: str, spans: list[Span], images: list[str]) -> tuple[str, list
 
 
 def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTokenizerBase:
-    """Return a copy that reads each of `marks` as one token. A new one gets the lowest id that no
-    token has.
+    """Return a copy that reads each of `marks` as one token.
+
+    A new one gets the lowest id that no token has.
 
     The libraries take the number of tokens for its id, which another token has where the vocabulary
     has holes.
@@ -495,8 +504,9 @@ class TextCounter:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be
-    read.
+    """Return the tokenizer in an LLM's folder.
+
+    Raises UserError where there is none that can be read.
     """
     folder = model_folder(path)
     settings = folder / "tokenizer_config.json"

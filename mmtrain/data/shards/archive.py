@@ -41,8 +41,9 @@ class ArchiveFile(NamedTuple):
 
 
 def sample_name(name: str) -> tuple[str, str] | None:
-    """Return key and lower-case suffix of a file's name; None for a file that webdataset drops from
-    its samples.
+    """Return key and lower-case suffix of a file's name.
+
+    They are None for a file that webdataset drops from its samples.
 
     It drops names without a key or a suffix, or with a part that begins with two underscores.
     """
@@ -53,8 +54,9 @@ def sample_name(name: str) -> tuple[str, str] | None:
 
 
 def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
-    """Yield each regular file of the tar that `stream` reads, in order; folders are skipped,
-    contents not read.
+    """Yield each regular file of the tar that `stream` reads, in order.
+
+    Folders are skipped, contents not read.
 
     The stream may be moved between two files. Raises UserError, naming the member and the offset,
     for damage, compressed tars, what is no regular file, and names that are unsafe or not UTF-8.
@@ -121,8 +123,9 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
 
 
 def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
-    """Raise UserError for anything but zeros behind the end of archive: readers drop it in
-    silence.
+    """Raise UserError for anything but zeros behind the end of archive.
+
+    Readers drop it in silence.
     """
     while rest := stream.read(len(_ZEROS)):
         if rest != _ZEROS[: len(rest)]:

@@ -1,5 +1,4 @@
-"""Detect the format of a data set's samples by its first ones, and refuse shards that it cannot
-read.
+"""Detect a data set's format by its first samples, and refuse shards that it cannot read.
 
 shards --headers, and texts of the first SEEN samples--> samples that each format reads -->
     SampleFormat
@@ -51,8 +50,9 @@ def sample_format(
     shards: Sequence[Path],
     key: str,
 ) -> SampleFormat:
-    """Return the format of this name; for `auto` the `best` of the `candidates` on the first
-    samples, and log it.
+    """Return the format of this name.
+
+    For `auto` the `best` of the `candidates` on the first samples, and log it.
 
     `key` is the configuration's name for the shards. Raises UserError where no format reads any
     sample.
@@ -116,9 +116,7 @@ def _most_frequent(faults: list[BadSample]) -> str:
 
 
 def add_format_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `sample_format` needs to a command that reads samples without a
-    configuration.
-    """
+    """Add the options of `sample_format` to a command without a configuration."""
     parser.add_argument(
         "--format",
         default=AUTO,
@@ -141,8 +139,9 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
 def refuse_useless_shards(
     shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str
 ) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards
-    without any.
+    """Raise UserError if no sample of indexed shards can be trained on.
+
+    Warn of single shards without any.
     """
     useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
@@ -219,8 +218,9 @@ def _refuse_scattered(shard: Path) -> None:
 
 
 def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
-    """Yield key and members of each sample of a shard; raises UserError, when it gets there, for
-    damage.
+    """Yield key and members of each sample of a shard.
+
+    Raises UserError, when it gets there, for damage.
     """
     with shard.open("rb") as stream:
         files = (file for file in read_headers(shard, stream) if sample_name(file.name))

@@ -87,8 +87,9 @@ class TextLengths:
     faults: Faults = field(default_factory=dict)
 
     def add(self, sample: Sample | BadSample | None, count: Callable[[Sample], int]) -> None:
-        """Append the length of the next sample, with or without its images; None: it is unusable
-        whatever the text.
+        """Append the length of the next sample, with or without its images.
+
+        None: it is unusable whatever the text.
         """
         try:
             if isinstance(sample, BadSample):
@@ -132,8 +133,9 @@ class ShardIndex:
 
 
 def index_path(tar: Path) -> Path:
-    """Path of a shard's index: beside the tar, or in the cache if there is one or that folder
-    cannot be written.
+    """Return the path of a shard's index.
+
+    It lies beside the tar, or in the cache if it is there or that folder cannot be written.
     """
     cached = _in_cache(tar)
     beside = _beside(tar)
@@ -152,8 +154,9 @@ def _in_cache(tar: Path) -> Path:
 
 
 def read_index(tar: Path) -> ShardIndex:
-    """Read the index of a shard; raises MissingIndex, or UserError for one that is damaged or of
-    another tar.
+    """Read the index of a shard.
+
+    Raises MissingIndex, or UserError for one that is damaged or of another tar.
     """
     path, header, content = _read(tar)
     try:
@@ -163,16 +166,18 @@ def read_index(tar: Path) -> ShardIndex:
 
 
 def indexed_texts(tar: Path) -> dict[str, int]:
-    """Return the number of samples that can be trained on, by text fingerprint; raises what
-    `read_index` raises.
+    """Return the number of samples that can be trained on, by text fingerprint.
+
+    Raises what `read_index` raises.
     """
     _, header, _ = _read(tar)
     return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
-    """Write a shard's index, which has its name only when it is complete; raises UserError if the
-    disk refuses it.
+    """Write a shard's index, which has its name only when it is complete.
+
+    Raises UserError if the disk refuses it.
     """
     content = compact_json(_columns(index))
     header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "tar_bytes": index.tar_bytes}
@@ -198,8 +203,9 @@ def write_index(tar: Path, index: ShardIndex) -> None:
 
 
 def _read(tar: Path) -> tuple[Path, _Header, bytes]:
-    """Return path, header and content line of an index whose checksum is right and whose tar has
-    the right size.
+    """Return path, header and content line of a sound index of this tar.
+
+    Its checksum is right, and the tar has the right size.
     """
     path = index_path(tar)
     try:
@@ -322,8 +328,9 @@ class _Content(BaseModel, strict=True):
 
 
 def _checked(model: type[Model], value: object) -> Model:
-    """Return the value as a model; raises ValueError naming the first wrong field, without showing
-    its content.
+    """Return the value as a model.
+
+    Raises ValueError naming the first wrong field, without showing its content.
     """
     try:
         return model.model_validate(value)
@@ -333,8 +340,9 @@ def _checked(model: type[Model], value: object) -> Model:
 
 
 def _parse(header: _Header, value: object) -> ShardIndex:
-    """Build an index; raises ValueError for fields that do not fit each other: a made-up index has
-    a right checksum.
+    """Build an index.
+
+    Raises ValueError for fields that do not fit each other: a made-up index has a right checksum.
     """
     content = _checked(_Content, value)
     samples = header.samples

@@ -68,8 +68,7 @@ def ensure_indexes(
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Make or complete the indexes that a run with this tokenizer, template, layout and format of
-    samples needs.
+    """Make or complete the indexes for this tokenizer, template, layout and format.
 
     `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets
     a progress bar. Raises UserError for indexes that are stale or damaged: their checksums are the
@@ -89,8 +88,9 @@ def ensure_indexes(
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
-    """Return the shards without lengths under this fingerprint; raises UserError naming stale or
-    damaged indexes.
+    """Return the shards without lengths under this fingerprint.
+
+    Raises UserError naming stale or damaged indexes.
     """
     missing: list[Path] = []
     failures: list[UserError] = []
@@ -153,8 +153,9 @@ def build_indexes(
 def _index_shard(
     count: TextCounter, rebuild: bool, tar: Path, advance: Advance
 ) -> UserError | None:
-    """Index one shard; return the error that kept it from being indexed, so that the other shards
-    go on.
+    """Index one shard.
+
+    Return the error that kept it from being indexed, so that the other shards go on.
     """
     try:
         with tar.open("rb") as stream:
@@ -229,8 +230,9 @@ def _without_images(
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
-    """Return a sample with empty images; only the member with its text is read. Raises
-    BadSample.
+    """Return a sample with empty images.
+
+    Only the member with its text is read. Raises BadSample.
     """
     contents = {member.suffix: b"" for member in members}
     text = text_suffix(form.reading, contents)
@@ -312,9 +314,7 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
-    """Read the next `size` bytes: as one piece if they are at most `largest`, else in small
-    ones.
-    """
+    """Read the next `size` bytes: in one piece up to `largest`, else in small ones."""
     if size > largest:
         largest = _CHUNK
     while size > 0:

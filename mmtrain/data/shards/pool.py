@@ -38,8 +38,7 @@ class _Stopped(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
-    """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in
-    order.
+    """Yield `run(tasks, tick)`: it yields each task with its `work(task, advance)`, in order.
 
     With one worker the tasks run here. Otherwise workers are forked, on macOS spawned, so `work`
     must be picklable. `tick` is called several times a second and after each task. Raises UserError
@@ -118,8 +117,9 @@ _work: Callable[[Any], Any]  # set in workers only
 
 
 def _begin(work: Callable[[Any, Advance], Any], parent: int, stop: Any, through: Any) -> None:
-    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to
-    answer.
+    """Become a worker that ends when its parent does.
+
+    Ctrl-C, which all get, is the parent's to answer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)

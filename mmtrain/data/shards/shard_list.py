@@ -57,8 +57,9 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 def expand_shards(
     shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
 ) -> tuple[Path, ...]:
-    """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges
-    ({00000..00099}), in order.
+    """List the tar files that `shards` names, in order.
+
+    It holds paths, folders, globs (*, ?) and brace ranges ({00000..00099}).
 
     A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean
     to webdataset. `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
@@ -127,8 +128,9 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
 
 
 def matching_files(pattern: str, key: str) -> list[Path]:
-    """List the files and folders that a path, glob or brace range names, in order. Raises UserError
-    for none.
+    """List the files and folders that a path, glob or brace range names, in order.
+
+    Raises UserError for none.
     """
     files: list[Path] = []
     for name in _without_braces(pattern, key):
@@ -185,8 +187,9 @@ def _refuse_endless(pattern: str, key: str) -> None:
 
 
 def demo_shards(name: str) -> Path:
-    """Return the folder of the demo's shards of this name; raises UserError for a name that the
-    demo has not.
+    """Return the folder of the demo's shards of this name.
+
+    Raises UserError for a name that the demo has not.
     """
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
@@ -200,8 +203,9 @@ def demo_shards(name: str) -> Path:
 
 
 def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
-    """Return the file with the output of a `pipe:` URL's command, which runs, without a shell, if
-    it is not there yet.
+    """Return the file with the output of a `pipe:` URL's command.
+
+    The command runs, without a shell, if the file is not there yet.
 
     Raises UserError for programs other than the `allowed` ones and for one that fails.
     """
@@ -247,8 +251,9 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
 
 
 def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Path, ...]:
-    """List the shards of a tool's command line as `expand_shards` does; here a shard may be named
-    twice.
+    """List the shards of a tool's command line as `expand_shards` does.
+
+    Here a shard may be named twice.
     """
     paths: dict[Path, None] = {}  # in order, each once
     for name in names:
@@ -257,8 +262,9 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[P
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
-    """Raise UserError for shards that mmtrain shard did not finish: it writes dataset.json at its
-    end.
+    """Raise UserError for shards that mmtrain shard did not finish.
+
+    It writes dataset.json at its end.
     """
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
@@ -270,9 +276,7 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before
-    its first file.
-    """
+    """Raise UserError if the shards hold no file, or one is empty or damaged at its begin."""
     for path in paths:
         if path.stat().st_size == 0:
             raise UserError(

@@ -31,8 +31,9 @@ class DamagedMember(NamedTuple):
 def verify_shard(
     tar: Path, report: Callable[[int], None] = lambda size: None
 ) -> list[DamagedMember]:
-    """Read a shard once and list the members that differ from its index, in the tar's order; raises
-    MissingIndex.
+    """Read a shard once and list the members that differ from its index, in the tar's order.
+
+    Raises MissingIndex.
 
     `report` gets the bytes of each sample that was compared.
     """
@@ -82,9 +83,7 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
 
 
 def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, str] | None:
-    """Return offset and fault of the first member whose header is not where, or not what, the index
-    says.
-    """
+    """Return offset and fault of the first member whose header differs from the index."""
     headers = read_headers(tar, stream)
     at = index.tar_bytes
     try:

@@ -53,8 +53,9 @@ def _by_epoch(counts: Mapping[str, int]) -> Counter[int]:
 
 
 class SampleLog:
-    """The account of one rank that reads data; rank 0's writes the files. Collective over these
-    ranks.
+    """The account of one rank that reads data.
+
+    Rank 0's writes the files. Collective over these ranks.
 
     `group` holds them, in the order of the replicas; None where there is only one.
     """
@@ -68,8 +69,9 @@ class SampleLog:
         held_out: Sequence[QuarantinedSample] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the samples that are unusable from the start; raises UserError if these are too
-        many already.
+        """Record the samples that are unusable from the start.
+
+        Raises UserError if these are too many already.
 
         `held_out` are samples that are left out of the evaluation; `state` is the `state_dict`
         before the first step of `packed`.
@@ -125,8 +127,7 @@ class SampleLog:
                 taken.faults.append((batch.epochs[row], fault))
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
-        """Close a step in which all replicas together trained on `samples` and quarantined
-        `quarantined`.
+        """Close a step in which all replicas trained on `samples` and lost `quarantined`.
 
         Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples
         read = trained + quarantined + overlong. Raises UserError for too many quarantined samples,
@@ -161,6 +162,7 @@ class SampleLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts so far for a checkpoint, on rank 0 those of all replicas.
+
         Collective.
         """
         self._gather()
@@ -174,8 +176,9 @@ class SampleLog:
         }
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
-        """Close the files, and the epoch that the last of `steps` left incomplete; return records
-        as end_step does.
+        """Close the files, and the epoch that the last of `steps` left incomplete.
+
+        Return records as end_step does.
         """
         self._gather()
         packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
@@ -204,8 +207,9 @@ class SampleLog:
         return together
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
-        """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add
-        up.
+        """Return the record of the epoch, `packs` of it taken.
+
+        Raises CountError if it does not add up.
         """
         epoch = self._epoch
         begin = max(0, self._first_pack - self.packed.order.first_pack(self._epoch))

@@ -82,9 +82,7 @@ class Place:
 
 
 class _Stored(NamedTuple):
-    """What the reader needs of a shard's index, in arrays: forked workers share them, and no sample
-    is an object.
-    """
+    """A shard's index in arrays: forked workers share them, and no sample is an object."""
 
     names: np.ndarray  # (samples,) bytes
     first_member: np.ndarray  # (samples + 1,) int32
@@ -98,8 +96,9 @@ class _Stored(NamedTuple):
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
-    """Return the data sets that a configuration names; raises what `expand_shards` and
-    `sample_format` raise.
+    """Return the data sets that a configuration names.
+
+    Raises what `expand_shards` and `sample_format` raise.
     """
     if data.sets is None:
         return [_data_set(data, data.shards, "data.shards", data.format)]
@@ -112,8 +111,9 @@ def data_sets(data: DataSection) -> list[DataSet]:
 
 
 def evaluated_set(config: RunConfig) -> DataSet | None:
-    """Return the data set of `eval.shards`, if any; raises what `expand_shards` and `sample_format`
-    raise.
+    """Return the data set of `eval.shards`, if any.
+
+    Raises what `expand_shards` and `sample_format` raise.
     """
     if config.eval.shards is None:
         return None
@@ -142,8 +142,9 @@ def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
 
 
 class Catalog:
-    """Every sample of some data sets. Cost: 120 bytes a sample; 558,128 samples in 559 shards take
-    2.5 s to read.
+    """Every sample of some data sets.
+
+    Cost: 120 bytes a sample; 558,128 samples in 559 shards take 2.5 s to read.
 
     Attributes:
         lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones
@@ -162,8 +163,9 @@ class Catalog:
         max_image_pixels: int,
         held_out_fraction: float | None = None,
     ) -> None:
-        """Read the index of every shard, with the text lengths of each set's fingerprint; raises
-        UserError.
+        """Read the index of every shard, with the text lengths of each set's fingerprint.
+
+        Raises UserError.
         """
         self.layout = layout
         self.max_image_pixels = max_image_pixels
@@ -196,8 +198,9 @@ class Catalog:
     def _read_shard(
         self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and
-        tiles.
+        """Take in the next shard: return (samples,) int32 lengths, planned lengths, tiles.
+
+        Planned lengths have HELD_OUT for samples that are held out.
         """
         index = read_index(shard)
         first = self.firsts[-1]
@@ -274,8 +277,9 @@ class Catalog:
         return self.firsts[-1]
 
     def why_unusable(self) -> str:
-        """Return how many samples can never be trained on, and why, in brackets; nothing where all
-        can be.
+        """Return how many samples can never be trained on, and why, in brackets.
+
+        Nothing where all can be.
         """
         reasons = Counter(fault.reason for fault in self.faults.values())
         return f" ({listed_reasons(reasons, ', ')})" if reasons else ""
@@ -325,8 +329,9 @@ def _tiles(count: int) -> str:
 def load_catalog(
     config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None
 ) -> Catalog:
-    """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes
-    are made.
+    """Return the catalog of data sets for a run's tokenizer, template and encoder.
+
+    Missing indexes are made.
     """
     data = config.data
     llm = config.model.llm.path
@@ -342,9 +347,7 @@ def load_catalog(
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Tell by a sample's key alone whether it is in the share `fraction` that is kept for
-    evaluation.
-    """
+    """Tell by a sample's key alone whether it is in the share kept for evaluation."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"held out").digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -354,8 +357,9 @@ def _full_key(name: str, key: str) -> str:
 
 
 def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
-    """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and
-    samples with such.
+    """Return (images, 2) int64 positions and tiles of each image, and samples with unfit ones.
+
+    Both are 0 where an image cannot be cut.
     """
     counts = index.image_counts
     sizes = index.flat_image_sizes
@@ -386,9 +390,7 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
 
 
 def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
-    """Return (samples,) positions and tiles of all images of each sample, and samples with unfit
-    ones.
-    """
+    """Return (samples,) positions and tiles of a sample's images, and samples with unfit ones."""
     of_images, faults = positions_and_tiles(index, layout)
     ends = np.cumsum(index.image_counts)
     before = np.concatenate([[[0, 0]], np.cumsum(of_images, axis=0)])
@@ -405,8 +407,9 @@ class Reader:
         self._files: OrderedDict[Path, int] = OrderedDict()
 
     def read(self, number: int) -> Sample | QuarantinedSample:
-        """Read the sample of a global number; raises UserError where its shard cannot be read for
-        `retry_seconds`.
+        """Read the sample of a global number.
+
+        Raises UserError where its shard cannot be read for `retry_seconds`.
         """
         place = self.catalog.find(number)
         contents: dict[str, bytes] = {}

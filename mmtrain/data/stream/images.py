@@ -44,9 +44,7 @@ BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """The encoder's published size, mean and interpolation, and a choice of how images come to be
-    square.
-    """
+    """The encoder's published size, mean and interpolation, and the way to a square."""
 
     image_size: int  # pixels a side
     mean: tuple[float, float, float]  # of RGB in 0..1
@@ -76,8 +74,9 @@ class ImageTransform:
         return self.cut(image, tiling)
 
     def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
-        """Cut an image of the tiling's size into (tiles, 3, S, S) uint8; raises what `fitted`
-        raises.
+        """Cut an image of the tiling's size into (tiles, 3, S, S) uint8.
+
+        Raises what `fitted` raises.
         """
         if tiling.canvas == "fitted":
             return self.fitted(image)[None]
@@ -103,21 +102,21 @@ class ImageTransform:
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what
-        `fitted` raises.
+        """Turn an image of any size and mode into (3, image_size, image_size) float32.
+
+        Raises what `fitted` raises.
         """
         return self.normalise(self.fitted(image)[None])[0]
 
     def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Turn (N, 3, S, S) uint8, on any device, into float32: divided by 255, minus mean, over
-        std.
-        """
+        """Turn (N, 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) uint8; raises
-        `refuse_unreadable`'s.
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8.
+
+        Raises `refuse_unreadable`'s.
         """
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
         refuse_unreadable(image, scale)
@@ -131,8 +130,9 @@ class ImageTransform:
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
-        """Resize the padded square without making it: bars above and below are added between
-        Pillow's two passes.
+        """Resize the padded square without making it.
+
+        Bars above and below are added between Pillow's two passes.
         """
         width, height = image.size
         side = max(image.size)
@@ -170,8 +170,9 @@ class ImageTransform:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return 255, mean and std as tensors: CUDA multiplies by the reciprocal of a number, which
-    rounds twice.
+    """Return 255, mean and std as tensors.
+
+    CUDA multiplies by the reciprocal of a number, which rounds twice.
     """
 
     def channels(values: tuple[float, ...]) -> torch.Tensor:
@@ -181,8 +182,9 @@ def _statistics(
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on;
-    the result is RGB.
+    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on.
+
+    The result is RGB.
     """
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -191,8 +193,9 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says;
-    raises BadSample.
+    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says.
+
+    Raises BadSample.
     """
     image = open_image(content, max_pixels)
     try:
@@ -202,8 +205,9 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an opened image in RGB, turned as EXIF says; raises what `refuse_unreadable`
-    raises.
+    """Return an opened image in RGB, turned as EXIF says.
+
+    Raises what `refuse_unreadable` raises.
     """
     refuse_unreadable(image)
     image.load()
@@ -220,8 +224,9 @@ def image_transform(
     max_pixels: int = MAX_IMAGE_PIXELS,
     tile_size: int | None = None,
 ) -> ImageTransform:
-    """Return the preprocessing of a vision encoder, named as in `model.vision.name`; `fit`: as
-    data.image_fit.
+    """Return the preprocessing of a vision encoder, named as in `model.vision.name`.
+
+    `fit`: as data.image_fit.
 
     It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`, with
     tiles of `tile_size` pixels a side for an encoder that takes images of any size. Raises

@@ -51,8 +51,9 @@ class PackedBatches:
     """
 
     def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
-        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a
-        single pack.
+        """Open tokenizer and indexes.
+
+        Raises UserError for what is missing, and for data without a single pack.
         """
         assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
         self.config = config
@@ -159,8 +160,9 @@ class PackedBatches:
     def _share(
         self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]
     ) -> Iterator[PackedBatch]:
-        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles in
-        the next buffer.
+        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on.
+
+        Its tiles lie in the next buffer.
         """
         buffers = iter(buffers)
         train = self.config.train
@@ -229,8 +231,9 @@ class _Sent:
 
 
 class _Worker(IterableDataset):
-    """A worker process's part of the stream; what the user can mend travels as a value, with its
-    message unchanged.
+    """A worker process's part of the stream.
+
+    What the user can mend travels as a value, with its message unchanged.
     """
 
     def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
@@ -247,8 +250,9 @@ class _Worker(IterableDataset):
 
 
 def _live_with_parent(parent: int, worker: int) -> None:
-    """Let a worker end when its rank does, and leave signals, which reach all processes, to the
-    rank.
+    """Let a worker end when its rank does, and leave signals to the rank.
+
+    Signals reach all processes.
 
     A worker that outlived a killed rank would hold the rank's sockets open: its peers would wait
     instead of failing.

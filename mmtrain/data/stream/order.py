@@ -1,5 +1,4 @@
-"""The order of an epoch: which samples share which pack, and in which order, as a pure function
-without I/O.
+"""The order of an epoch: samples in packs, as a pure function without I/O.
 
 sets of samples (lengths, shard sizes, weight)
 --draws: shards permuted, samples permuted inside each--> one sequence per set
@@ -59,8 +58,9 @@ class Capacity:
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The packs of one epoch; drawn = planned + overlong + unusable, a sample counted as often as
-    it is drawn.
+    """The packs of one epoch.
+
+    Drawn = planned + overlong + unusable, a sample counted as often as it is drawn.
     """
 
     samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
@@ -136,9 +136,7 @@ def plan_epoch(
 
 
 def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
-    """Return int64 positions in a set in the order in which an epoch draws them, without held-out
-    samples.
-    """
+    """Return int64 positions in a set as an epoch draws them, without held-out samples."""
     sizes = one.shard_sizes.astype(np.int64)
     first = np.cumsum(sizes) - sizes
     kept = int((one.lengths != HELD_OUT).sum())
@@ -164,8 +162,9 @@ def _random(purpose: str) -> np.random.RandomState:
 def pack_best_fit(
     lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None
 ) -> list[list[int]]:
-    """Pack by best-fit decreasing: return the positions of the documents in each pack, packs in
-    order of opening.
+    """Pack by best-fit decreasing: return the documents' positions in each pack.
+
+    Packs are in the order of opening.
 
     The longest document comes first, ties by position. Each goes into the pack with the fewest free
     tokens of those with room for its tokens and its tiles, ties by the pack opened first (Johnson,
@@ -260,14 +259,16 @@ class PackOrder:
         return packs
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return an epoch's plan; the last two used are kept. Raises UserError where it holds no
-        pack.
+        """Return an epoch's plan.
+
+        The last two used are kept. Raises UserError where it holds no pack.
         """
         return self._plan(epoch)
 
     def first_pack(self, epoch: int) -> int:
-        """Return the number of an epoch's first pack; raises UserError where an epoch before it
-        holds none.
+        """Return the number of an epoch's first pack.
+
+        Raises UserError where an epoch before it holds none.
         """
         while len(self._first_packs) <= epoch:
             last = self.epoch_plan(len(self._first_packs) - 1)
@@ -275,8 +276,9 @@ class PackOrder:
         return self._first_packs[epoch]
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
-        """Return the steps that train every sample of these epochs; the next epoch fills the last
-        one.
+        """Return the steps that train every sample of these epochs.
+
+        The next epoch fills the last one.
         """
         return -(-self.first_pack(epochs) // packs_per_step)
 

@@ -76,9 +76,7 @@ class PackedBatch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """What decoder layers take: position_ids (B, L), or (4, B, L) with the grid positions
-        behind them.
-        """
+        """Positions for decoder layers: position_ids (B, L), or (4, B, L) with grid positions."""
         if self.grid_positions is None:
             return self.position_ids
         return torch.cat([self.position_ids[None], self.grid_positions])
@@ -171,8 +169,9 @@ def make_batch(
     *,
     has_grid: bool = False,
 ) -> PackedBatch:
-    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises
-    BadSample.
+    """Turn B packs into one micro-batch.
+
+    `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number
     of tiles, takes the tiles; without one they get memory of their own. `has_grid`: with grid
@@ -263,8 +262,9 @@ def _decoded_images(
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """Return the micro-batch with token ids, tiles and their places on `device`; the host uses the
-    rest.
+    """Return the micro-batch with token ids, tiles and their places on `device`.
+
+    The host uses the rest.
     """
     if torch.device(device).type == "cpu":
         return batch
