@@ -37,7 +37,7 @@ _OF_LAYOUT = ("layout", "max_tiles", "vision", "tile_size", "tokens_per_image")
 
 @dataclass(frozen=True)
 class Reading:
-    """How the samples of shards become tokens."""
+    """The way from the samples of shards to tokens."""
 
     tokenizer: str | None  # a model's folder or name; None: not known
     template: str | None
@@ -169,7 +169,7 @@ def shard_names(options: argparse.Namespace) -> tuple[list[str], Sequence[str]]:
     data = load_config(options.config, options.changes).data
     if options.shards:
         return options.shards, data.allow_pipe
-    names: list[str] = []
+    names = []
     for one in data.sets or (data,):
         names += [one.shards] if isinstance(one.shards, str) else one.shards
     return names, data.allow_pipe

@@ -59,7 +59,7 @@ class Survey:
     @property
     def expected(self) -> dict[str, float]:
         """Keys of the configuration that describe a typical sample to the planner."""
-        keys: dict[str, float] = {}
+        keys = {}
         if self.text_tokens is not None and len(self.text_tokens):
             keys["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
         if self.is_sized and len(self.taken):
@@ -88,12 +88,12 @@ def survey(
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
     """
-    images: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    images = []
+    sizes = []
     tar_bytes = 0
-    reasons: Counter[str] = Counter()
-    taken: list[np.ndarray] = []
-    texts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+    reasons = Counter()
+    taken = []
+    texts = set()
     for tar in tars:
         index = read_index(tar)
         tar_bytes += index.tar_bytes

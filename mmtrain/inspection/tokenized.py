@@ -89,7 +89,7 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
         sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):
             fault = sample
-        rows: tuple[Row, ...] = ()
+        rows = ()
         if fault is None:
             try:
                 rows = _rows(write(sample), sizes, reading.layout, tokenizer)
@@ -101,8 +101,8 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
 
 
 def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
-    places: list[tuple[Path, int]] = []
-    like: list[str] = []
+    places = []
+    like = []
     for tar in tars:
         for place, sample_key in enumerate(read_index(tar).keys):
             if sample_key == key:
@@ -127,7 +127,7 @@ def _rows(
     ids = [token for token in document.input_ids if token != IMAGE_POSITION]
     texts = iter(_texts(ids, tokenizer))
     runs = _runs(document, sizes, layout)
-    rows: list[Row] = []
+    rows = []
     at = 0
     while at < len(document.input_ids):
         token = document.input_ids[at]

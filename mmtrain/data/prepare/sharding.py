@@ -54,7 +54,7 @@ _READABLE = 60  # characters of an unsafe id that its key keeps
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What a complete tar holds."""
+    """The contents of a complete tar."""
 
     file: str  # its name, without folder
     samples: int
@@ -89,7 +89,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What one shard is made of."""
+    """The records of one shard."""
 
     number: int
     candidates: tuple[Candidate, ...]
@@ -196,7 +196,7 @@ def write_shards(
     The shards are shard-000000.tar, shard-000001.tar, ...
     """
     samples = iter(samples)
-    shards: list[WrittenShard] = []
+    shards = []
     for first in samples:
         path = folder / shard_name(len(shards))
         others = itertools.islice(samples, samples_per_shard - 1)

@@ -88,7 +88,7 @@ class RowImage:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What becomes of a row whose text is sound."""
+    """The record and images of a row with sound text."""
 
     record: Record
     images: tuple[RowImage, ...]
@@ -107,7 +107,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How the rows of a source are read."""
+    """The way to read the rows of a source."""
 
     form: SampleFormat
     image_key: str | None = None  # None: IMAGE_COLUMNS
@@ -178,7 +178,7 @@ class Adapter:
         if not isinstance(identifier, str | int | None):
             raise BadSample("bad_id", f"id is {short(identifier)}")
         turns = self._turns(row, len(images))
-        content: dict[str, Any] = {}
+        content = {}
         if identifier is not None:
             content["id"] = identifier
         if images:
@@ -457,8 +457,8 @@ def _fitting(
 
 
 def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[str]]:
-    adapted: list[Adapted] = []
-    faults: list[str] = []
+    adapted = []
+    faults = []
     for row in rows:
         try:
             adapted.append(adapter.adapt(row))

@@ -62,8 +62,8 @@ class Validator:
 
     def __iter__(self) -> Iterator[ShardJob]:
         number = filled = text_rejections = 0
-        candidates: list[Candidate] = []
-        rejected: list[BadRecord] = []
+        candidates = []
+        rejected = []
         for record, (source, value) in enumerate(self._rows()):
             try:
                 adapted = source.adapter.adapt(value)
@@ -273,7 +273,7 @@ def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
 
 @dataclass
 class UnfinishedRun:
-    """What a run has finished of its shards; the rest of its folder is empty."""
+    """The finished shards of a run; the rest of its folder is empty."""
 
     out: Path
     finished: dict[int, FinishedShard]  # by an earlier run

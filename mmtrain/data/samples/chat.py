@@ -151,8 +151,8 @@ class ChatText:
         Raises BadSample where the template does not hold a turn.
         """
         text = self._render(turns)
-        spans: list[Span] = []
-        asked: list[str] = []  # texts since the last answer
+        spans = []
+        asked = []  # texts since the last answer
         for number, (speaker, words) in enumerate(turns):
             if speaker != "gpt":
                 asked.append(words)

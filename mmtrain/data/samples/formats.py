@@ -102,7 +102,7 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """What the length of a text depends on, for its fingerprint.
+        """The part of a text's fingerprint that this format decides.
 
         Empty for LLaVA's own format.
         """
@@ -250,7 +250,7 @@ def qa_turns(record: object, images: int) -> Turns:
     Of several answers to one question, as annotators of VQA gave them, the most frequent is taken,
     or else the first; of numbers, which may be a box, only one that more than half of them are.
     """
-    messages: list[dict] = []
+    messages = []
     pairs = first_held(record, TEXTS_KEYS)
     if are_objects(pairs):
         for pair in pairs:
@@ -355,7 +355,7 @@ def interleaved_turns(record: object, images: int) -> Turns:
             "image_count", f"texts has {len(texts)} places; images must be a list of that length"
         )
 
-    pieces: list[str] = []
+    pieces = []
     for text, image in zip(texts, named, strict=True):
         if held(image):
             pieces.append(IMAGE_MARK)

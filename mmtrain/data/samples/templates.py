@@ -327,8 +327,8 @@ def _expanded(
 ) -> tuple[list[int], list[int]]:
     """Return input_ids and labels, with the positions of a run in place of each <image> token."""
     lengths = iter(runs)
-    input_ids: list[int] = []
-    labels: list[int] = []
+    input_ids = []
+    labels = []
     for token, is_supervised in zip(ids, supervised, strict=True):
         positions = 1
         label = token if is_supervised else IGNORE

@@ -65,7 +65,7 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
     offset = 0
     last = "the start"
     # path and size of the next header's file, where ustar has no room for them
-    extended: dict[str, bytes] = {}
+    extended = {}
     while True:
         stream.seek(offset)
         block = stream.read(BLOCK)

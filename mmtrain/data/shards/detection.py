@@ -108,7 +108,7 @@ def sample_format(
 
 def _most_frequent(faults: list[BadSample]) -> str:
     """Describe the most frequent of faults, with the detail of its first one."""
-    examples: dict[str, str] = {}
+    examples = {}
     for fault in faults:
         examples.setdefault(fault.reason, fault.detail)
     reason, count = Counter(fault.reason for fault in faults).most_common(1)[0]
@@ -146,7 +146,7 @@ def refuse_useless_shards(
     useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
         return
-    reasons: Counter[str] = Counter()
+    reasons = Counter()
     for shard in useless:
         index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
@@ -183,7 +183,7 @@ def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
-    samples: list[_Members] = []
+    samples = []
     damage = None
     for shard in shards:
         try:
@@ -205,7 +205,7 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
 
 def _refuse_scattered(shard: Path) -> None:
     """Raise UserError for two samples of one key that share no suffix: they were meant as one."""
-    seen: dict[str, _Members] = {}
+    seen = {}
     for key, members in _samples_of(shard):
         earlier = seen.setdefault(key, {})
         if earlier and earlier.keys().isdisjoint(members):

@@ -80,7 +80,7 @@ def checksum_detail(member: Member) -> str:
 
 @dataclass
 class TextLengths:
-    """How long the samples of a shard are under one tokenizer and template."""
+    """Lengths of a shard's samples under one tokenizer and template."""
 
     tokens: list[int]  # per sample, without image positions; 0 where the sample is unusable
     # samples that this template or tokenizer cannot hold

@@ -92,8 +92,8 @@ def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
 
     Raises UserError naming stale or damaged indexes.
     """
-    missing: list[Path] = []
-    failures: list[UserError] = []
+    missing = []
+    failures = []
     for tar in tars:
         try:
             if fingerprint not in indexed_texts(tar):
@@ -129,7 +129,7 @@ def build_indexes(
     index = functools.partial(
         _index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild
     )
-    failures: list[UserError] = []
+    failures = []
     done = samples = 0
 
     def show(through: int) -> None:

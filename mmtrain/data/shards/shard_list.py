@@ -1,4 +1,4 @@
-"""Which tars a run reads, and whether there is anything in them.
+"""The tars that a run reads, and checks that there is anything in them.
 
 `data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
@@ -67,7 +67,7 @@ def expand_shards(
     twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
-    tars: list[Path] = []
+    tars = []
     for pattern in patterns:
         tars += _tars_of(pattern, key, allow_pipe)
     if not tars:
@@ -132,7 +132,7 @@ def matching_files(pattern: str, key: str) -> list[Path]:
 
     Raises UserError for none.
     """
-    files: list[Path] = []
+    files = []
     for name in _without_braces(pattern, key):
         whole = Path(name).expanduser()
         # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.

@@ -37,7 +37,7 @@ def verify_shard(
 
     `report` gets the bytes of each sample that was compared.
     """
-    faults: dict[int, list[str]] = {}
+    faults = {}
     try:
         index = read_index(tar)
         with tar.open("rb") as stream:

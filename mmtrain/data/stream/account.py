@@ -41,7 +41,7 @@ class CountError(RuntimeError):
 
 @dataclass
 class _Taken:
-    """What one replica's engine took since the last gathering."""
+    """Samples that one replica's engine took since the last gathering."""
 
     keys: list[str] = field(default_factory=list)
     faults: list[tuple[int, QuarantinedSample]] = field(default_factory=list)  # epoch, fault
@@ -78,6 +78,7 @@ class SampleLog:
         """
         self.config = config
         self.packed = packed
+        self.order = packed.order
         self.group = group
         self.writes = packed.replica == 0
         self.quarantine_file = folder / "quarantine.jsonl"
@@ -99,12 +100,12 @@ class SampleLog:
             if self.writes:
                 self._trained = _by_epoch(state["trained"])
                 self._quarantined = _by_epoch(state["quarantined"])
-        while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
+        while self.order.first_pack(self._epoch + 1) <= self._first_pack:
             self._epoch += 1
         # else it has them, or goes on without any
         if state is None or not self.quarantine_file.exists():
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
-        plan = packed.order.epoch_plan(self._epoch)
+        plan = self.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
         has_ledger = self.writes and config.data.ledger
         self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
@@ -138,7 +139,7 @@ class SampleLog:
         self._read += samples + quarantined
         self._lost += quarantined
         taken_packs = (step + 1) * train.packs_per_step
-        epoch_ends = self.packed.order.first_pack(self._epoch + 1) <= taken_packs
+        epoch_ends = self.order.first_pack(self._epoch + 1) <= taken_packs
         if not (self.config.data.ledger or quarantined or epoch_ends):
             return []
 
@@ -147,14 +148,14 @@ class SampleLog:
             self.ledger.write(step=step, keys=taken.keys)
             self._write_faults([(step, *fault) for fault in taken.faults])
             # What is unusable from the start is never read: it counts in proportion.
-            plan = self.packed.order.epoch_plan(self._epoch)
+            plan = self.order.epoch_plan(self._epoch)
             read = round(self._read / (1 - plan.unusable / plan.drawn))
             latest = [fault for _, fault in taken.faults]
             self._refuse_many(self._lost + read - self._read, read, latest)
 
         records = []
-        while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
-            plan = self.packed.order.epoch_plan(self._epoch)
+        while self.order.first_pack(self._epoch + 1) <= taken_packs:
+            plan = self.order.epoch_plan(self._epoch)
             if self.writes:
                 records.append(self._close_epoch(plan, len(plan)))
             self._epoch += 1
@@ -181,13 +182,13 @@ class SampleLog:
         Return records as end_step does.
         """
         self._gather()
-        packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
+        packs = steps * self.config.train.packs_per_step - self.order.first_pack(self._epoch)
         self.ledger.close()
         if self._quarantine is not None:
             self._quarantine.close()
         if not (self.writes and packs):
             return []
-        return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)]
+        return [self._close_epoch(self.order.epoch_plan(self._epoch), packs)]
 
     def _gather(self) -> _Taken:
         """Return what all replicas took since the last time, in their order; nothing but on rank 0.
@@ -212,7 +213,7 @@ class SampleLog:
         Raises CountError if it does not add up.
         """
         epoch = self._epoch
-        begin = max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
+        begin = max(0, self._first_pack - self.order.first_pack(self._epoch))
         complete = begin == 0 and packs == len(plan)
         trained = self._trained.pop(epoch, 0)
         damaged = self._quarantined.pop(epoch, 0)
@@ -261,7 +262,7 @@ class SampleLog:
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
-        least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
+        least = min(FEWEST_READ, self.order.epoch_plan(self._epoch).drawn)
         if not lost or lost <= rate * max(read, least):
             return
         listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])

@@ -176,7 +176,7 @@ class PackedBatches:
                     yield self.processor.batch([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
-        entries: list[Document | Gap] = []
+        entries = []
         for number in pack.samples:
             entry = self.processor.read(self.reader, number)
             if isinstance(entry, QuarantinedSample):

@@ -50,7 +50,7 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a pack holds."""
+    """Room of a pack."""
 
     tokens: int
     tiles: int | None = None  # in a pack; None: as many as its tokens allow
@@ -192,7 +192,7 @@ def pack_best_fit(
     # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its
     # number
     open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
-    packs: list[list[int]] = []
+    packs = []
     shortest = int(tokens.min(initial=capacity.tokens))
     sizes = tokens.tolist()
     for position in np.argsort(-tokens, kind="stable").tolist():
@@ -248,7 +248,7 @@ class PackOrder:
         while self._first_packs[-1] <= first:
             self.first_pack(len(self._first_packs))
         epoch = bisect_right(self._first_packs, first) - 1
-        packs: list[PlannedPack] = []
+        packs = []
         while len(packs) < count:
             begin = first + len(packs) - self.first_pack(epoch)
             plan = self.epoch_plan(epoch)

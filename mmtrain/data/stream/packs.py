@@ -183,11 +183,11 @@ def make_batch(
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
     grid = np.empty((3, *shape), np.int64)
-    tiles: list[torch.Tensor] = []
-    tilings: list[Tiling] = []
-    keys: list[str] = []
-    faults: list[tuple[int, QuarantinedSample]] = []
-    samples_of_packs: list[int] = []
+    tiles = []
+    tilings = []
+    keys = []
+    faults = []
+    samples_of_packs = []
     tokens = 0
     for row, pack in enumerate(packs):
         start = 0
