@@ -56,7 +56,10 @@ class Reading:
         if self.tokenizer is None or self.template is None:
             return None
         return text_fingerprint(
-            model_folder(self.tokenizer), self.template, self.layout.texts, self.form.wording
+            model_folder(self.tokenizer),
+            self.template,
+            self.layout.texts,
+            self.form.wording,
         )
 
 
@@ -73,7 +76,9 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "shards beside it are read as it says",
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm"
+        "--tokenizer",
+        metavar="PATH",
+        help="a model's folder, a cached hub id, or demo:llm",
     )
     parser.add_argument(
         "--template",
@@ -84,7 +89,10 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     add_format_arguments(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "--layout", default="square", choices=list(LAYOUTS), help="as model.vision.layout (square)"
+        "--layout",
+        default="square",
+        choices=list(LAYOUTS),
+        help="as model.vision.layout (square)",
     )
     group.add_argument(
         "--images",
@@ -116,7 +124,8 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_reading_arguments(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
 ) -> argparse.Namespace:
     """Parse a command line in any order.
 
@@ -179,7 +188,11 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
     """Return how to read these shards, from checked options; raises UserError."""
     if options.config is None:
         form = sample_format(
-            options.format, options.caption_key, options.caption_prompt, tars, "SHARDS"
+            options.format,
+            options.caption_key,
+            options.caption_prompt,
+            tars,
+            "SHARDS",
         )
         layout = _layout(options)
         missing = ""

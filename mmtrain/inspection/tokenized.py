@@ -142,7 +142,9 @@ def _rows(
 
 
 def _runs(
-    document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLayout
+    document: Document,
+    sizes: Sequence[tuple[int, int]],
+    layout: ImageLayout,
 ) -> Iterator[tuple[str, int]]:
     """Yield what each run of image positions shows, and its length."""
     for number, (tiling, (width, height)) in enumerate(zip(document.tilings, sizes, strict=True)):

@@ -170,7 +170,10 @@ class ShardMaker:
         return FinishedShard(written, tuple(rejected))
 
     def _samples(
-        self, job: ShardJob, rejected: list[BadRecord], advance: Advance
+        self,
+        job: ShardJob,
+        rejected: list[BadRecord],
+        advance: Advance,
     ) -> Iterator[KeyedSample]:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
@@ -189,7 +192,9 @@ class ShardMaker:
 
 
 def write_shards(
-    samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int
+    samples: Iterable[KeyedSample],
+    folder: Path,
+    samples_per_shard: int,
 ) -> list[WrittenShard]:
     """Write samples with unique keys, in order, into new shards of an existing folder.
 
@@ -205,7 +210,9 @@ def write_shards(
 
 
 def write_shard(
-    path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None
+    path: Path,
+    samples: Iterable[KeyedSample],
+    count: TextCounter | None = None,
 ) -> WrittenShard:
     """Write one tar, which appears under `path` when complete.
 
@@ -247,7 +254,11 @@ class _Shard:
         self.stream = stream
         self.count = count
         self.index = ShardIndex(
-            tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}}
+            tar_bytes=0,
+            keys=[],
+            members=[],
+            image_sizes=[],
+            faults={LLAVA.reading: {}},
         )
         self.lengths = TextLengths([])
         if count is not None:

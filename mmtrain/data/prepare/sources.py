@@ -217,7 +217,9 @@ class Adapter:
 
 
 def _first_used(
-    keys: Iterable[str], rows: Sequence[dict[str, Any]], is_used: Callable[[object], object]
+    keys: Iterable[str],
+    rows: Sequence[dict[str, Any]],
+    is_used: Callable[[object], object],
 ) -> str | None:
     for key in keys:
         if any(is_used(row.get(key)) for row in rows):
@@ -420,7 +422,10 @@ def _without_contents(value: object, levels: int = 4) -> object:
 
 
 def _fitting(
-    path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]
+    path: Path,
+    rows: Sequence[object],
+    adapters: Sequence[Adapter],
+    keys: list[str],
 ) -> tuple[Adapter, bool]:
     """Return the first adapter that takes nearly all rows, and whether it finds images."""
     asked = {"--image-key": adapters[0].image_key, "--caption-key": adapters[0].form.caption_key}

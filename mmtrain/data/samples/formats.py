@@ -196,7 +196,9 @@ def llava_turns(record: object, images: int) -> Turns:
 
 
 def refuse_what_would_be_lost(
-    record: object, turns: Sequence[tuple[str, str]], images: int
+    record: object,
+    turns: Sequence[tuple[str, str]],
+    images: int,
 ) -> None:
     """Raise BadSample for a record that says more than its turns hold.
 

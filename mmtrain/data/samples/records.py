@@ -355,7 +355,9 @@ def image_file(folder: Path, name: str) -> Path:
 
 
 def read_image(
-    folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS
+    folder: Path | None,
+    name: str,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[str, bytes]:
     """Return lower-case suffix and bytes of an image file in `folder`.
 
@@ -396,7 +398,9 @@ def read_image(
 
 
 def checked_image(
-    name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS
+    name: str,
+    content: memoryview,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[str, bytes]:
     """Return suffix, by its content, and bytes of an image that a row holds.
 

@@ -114,7 +114,11 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
 
 
 def read_sample(
-    key: str, shard: str, members: Mapping[str, bytes], offset: int = 0, form: SampleFormat = LLAVA
+    key: str,
+    shard: str,
+    members: Mapping[str, bytes],
+    offset: int = 0,
+    form: SampleFormat = LLAVA,
 ) -> Sample:
     """Read a sample from a shard's members, bytes by lower-case suffix; raises BadSample."""
     images = tuple(members[suffix] for suffix in image_suffixes(members))

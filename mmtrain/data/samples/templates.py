@@ -50,7 +50,10 @@ class PlainTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: ImageLayout,
+        vocab_size: int,
     ) -> None:
         """Open it; raises UserError for a tokenizer without EOS.
 
@@ -254,7 +257,11 @@ class ChatTemplate:
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
     def _apart(
-        self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
+        self,
+        text: str,
+        spans: Sequence[Span],
+        begin: int,
+        joined: list[int],
     ) -> tuple[list[int], list[Span]]:
         """Return ids and offsets of the prompt and of its answer, each tokenized alone.
 
@@ -284,7 +291,10 @@ Template = PlainTemplate | ChatTemplate
 
 
 def make_template(
-    template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+    template: str,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: ImageLayout,
+    vocab_size: int,
 ) -> Template:
     """Return the template of a `data.template`.
 
@@ -323,7 +333,10 @@ def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str,
 
 
 def _expanded(
-    ids: Sequence[int], supervised: Sequence[bool], image_id: int, runs: Sequence[int]
+    ids: Sequence[int],
+    supervised: Sequence[bool],
+    image_id: int,
+    runs: Sequence[int],
 ) -> tuple[list[int], list[int]]:
     """Return input_ids and labels, with the positions of a run in place of each <image> token."""
     lengths = iter(runs)
@@ -342,7 +355,10 @@ def _expanded(
 
 
 def _refuse_unread_marks(
-    ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str
+    ids: Sequence[int],
+    image_id: int,
+    runs: Sequence[int],
+    tokenizer: str,
 ) -> None:
     if (read := ids.count(image_id)) != len(runs):
         raise BadSample(
@@ -448,7 +464,10 @@ def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTok
 
 
 def _overlapping(
-    ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]
+    ids: Sequence[int],
+    offsets: Sequence[Span],
+    spans: Sequence[Span],
+    added_ids: set[int],
 ) -> list[bool]:
     """Tell for each token whether it overlaps a span of the text; spans are in order and apart.
 
@@ -484,12 +503,18 @@ class TextCounter:
         self.arguments = tokenizer_path, template, layout, form
         self.form = form  # of the samples that are counted
         self.fingerprint = text_fingerprint(
-            model_folder(tokenizer_path), template, layout.texts, form.wording
+            model_folder(tokenizer_path),
+            template,
+            layout.texts,
+            form.wording,
         )
         self.layout = layout.of_texts
         # The tokens' number does not depend on the size of the embedding.
         self.template = make_template(
-            template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize
+            template,
+            load_tokenizer(tokenizer_path),
+            self.layout,
+            sys.maxsize,
         )
 
     def __call__(self, sample: Sample) -> int:

@@ -137,7 +137,10 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def refuse_useless_shards(
-    shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str
+    shards: Sequence[Path],
+    fingerprint: str,
+    form: SampleFormat,
+    key: str,
 ) -> None:
     """Raise UserError if no sample of indexed shards can be trained on.
 

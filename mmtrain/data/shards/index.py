@@ -114,7 +114,10 @@ class ShardIndex:
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 
     def add(
-        self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]
+        self,
+        key: str,
+        members: Iterable[Member],
+        image_sizes: Iterable[tuple[int, int]],
     ) -> None:
         self.keys.append(key)
         self.members.append(tuple(members))

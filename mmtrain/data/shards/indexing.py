@@ -75,7 +75,10 @@ def ensure_indexes(
     only record of what the tars hold.
     """
     fingerprint = text_fingerprint(
-        model_folder(tokenizer_path), template, layout.texts, form.wording
+        model_folder(tokenizer_path),
+        template,
+        layout.texts,
+        form.wording,
     )
     missing = unready_shards(tars, fingerprint)
     if missing:
@@ -127,7 +130,9 @@ def build_indexes(
     from mmtrain.data.samples.templates import TextCounter
 
     index = functools.partial(
-        _index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild
+        _index_shard,
+        TextCounter(tokenizer_path, template, layout, form),
+        rebuild,
     )
     failures = []
     done = samples = 0
@@ -151,7 +156,10 @@ def build_indexes(
 
 
 def _index_shard(
-    count: TextCounter, rebuild: bool, tar: Path, advance: Advance
+    count: TextCounter,
+    rebuild: bool,
+    tar: Path,
+    advance: Advance,
 ) -> UserError | None:
     """Index one shard.
 
@@ -215,7 +223,12 @@ def _measure_texts(
         if place not in index.faults[form.reading]:
             try:
                 sample = _without_images(
-                    tar, index.keys[place], members, index.image_sizes[place], form, read
+                    tar,
+                    index.keys[place],
+                    members,
+                    index.image_sizes[place],
+                    form,
+                    read,
                 )
             except BadSample as error:
                 sample = error
@@ -257,7 +270,9 @@ class _File(NamedTuple):
 
 
 def scan_shard(
-    tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA
+    tar: Path,
+    on_sample: Callable[[Sample | None], None],
+    form: SampleFormat = LLAVA,
 ) -> ShardIndex:
     """Read a tar once and return its index without text lengths, its samples read in this format.
 
@@ -326,7 +341,11 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
 
 
 def _add_sample(
-    index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat
+    index: ShardIndex,
+    tar: Path,
+    key: str,
+    files: list[_File],
+    form: SampleFormat,
 ) -> Sample | None:
     """Append a sample to the index and return it without its images; None for one with a fault."""
     members = {file.member.suffix: file for file in files}
@@ -342,7 +361,12 @@ def _add_sample(
                 raise BadSample(*file.fault)
         in_order = [file.member for file in files]
         sample = _without_images(
-            tar, key, in_order, sizes, form, lambda member: members[member.suffix].text
+            tar,
+            key,
+            in_order,
+            sizes,
+            form,
+            lambda member: members[member.suffix].text,
         )
     except BadSample as error:
         index.faults[form.reading][len(index.keys)] = (error.reason, error.detail)

@@ -71,7 +71,9 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
 
 
 def _run_here(
-    work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
+    work: Callable[[Task, Advance], Result],
+    tasks: Iterable[Task],
+    tick: Tick,
 ) -> Iterator[tuple[Task, Result]]:
     through = 0
     ticked = time.monotonic()

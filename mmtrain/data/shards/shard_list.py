@@ -55,7 +55,9 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 
 
 def expand_shards(
-    shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
+    shards: str | Sequence[str],
+    key: str = "data.shards",
+    allow_pipe: Sequence[str] = (),
 ) -> tuple[Path, ...]:
     """List the tar files that `shards` names, in order.
 
@@ -232,7 +234,10 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.PIPE,
                 )
                 if ran.returncode != 0:
                     errors = ran.stderr.decode(errors="replace").strip()[-300:]

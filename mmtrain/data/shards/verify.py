@@ -29,7 +29,8 @@ class DamagedMember(NamedTuple):
 
 
 def verify_shard(
-    tar: Path, report: Callable[[int], None] = lambda size: None
+    tar: Path,
+    report: Callable[[int], None] = lambda size: None,
 ) -> list[DamagedMember]:
     """Read a shard once and list the members that differ from its index, in the tar's order.
 

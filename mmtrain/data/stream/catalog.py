@@ -185,7 +185,10 @@ class Catalog:
             of_shards, planned, tiles = zip(*read, strict=True)
             sizes = np.array(list(map(len, of_shards)))
             planned_set = SampleSet(
-                one.weight, sizes, np.concatenate(planned), np.concatenate(tiles)
+                one.weight,
+                sizes,
+                np.concatenate(planned),
+                np.concatenate(tiles),
             )
             self.sample_sets.append(planned_set)
             lengths += of_shards
@@ -194,7 +197,11 @@ class Catalog:
         self._suffix_texts = list(self._suffixes)
 
     def _read_shard(
-        self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
+        self,
+        one: DataSet,
+        text: str,
+        shard: Path,
+        digest: hashlib._Hash,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Take in the next shard: return (samples,) int32 lengths, planned lengths, tiles.
 
@@ -323,7 +330,9 @@ def _tiles(count: int) -> str:
 
 
 def load_catalog(
-    config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None
+    config: RunConfig,
+    sets: Sequence[DataSet],
+    held_out_fraction: float | None = None,
 ) -> Catalog:
     """Return the catalog of data sets for a run's tokenizer, template and encoder.
 
@@ -432,7 +441,11 @@ class Reader:
             return without_images(sample) if strips else sample
         except BadSample as error:
             return QuarantinedSample(
-                place.key, str(place.shard), offset, error.reason, error.detail
+                place.key,
+                str(place.shard),
+                offset,
+                error.reason,
+                error.detail,
             )
 
     def close(self) -> None:

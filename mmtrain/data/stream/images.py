@@ -54,7 +54,10 @@ class ImageTransform:
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(
-        self, content: bytes, tiling: Tiling = ONE_TILE, is_control: bool = False
+        self,
+        content: bytes,
+        tiling: Tiling = ONE_TILE,
+        is_control: bool = False,
     ) -> torch.Tensor:
         """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
 
@@ -168,7 +171,9 @@ class ImageTransform:
 
 @functools.cache
 def _statistics(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return 255, mean and std as tensors.
 

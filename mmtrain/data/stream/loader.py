@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import Document, QuarantinedSample
+from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
 from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
@@ -158,7 +158,10 @@ class PackedBatches:
             yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(
-        self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]
+        self,
+        worker: int,
+        workers: int,
+        buffers: Iterable[torch.Tensor | None],
     ) -> Iterator[PackedBatch]:
         """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on.
 

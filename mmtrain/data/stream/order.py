@@ -160,7 +160,9 @@ def _random(purpose: str) -> np.random.RandomState:
 
 
 def pack_best_fit(
-    lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None
+    lengths: np.ndarray,
+    capacity: Capacity,
+    tiles: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Pack by best-fit decreasing: return the documents' positions in each pack.
 
@@ -284,7 +286,12 @@ class PackOrder:
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         plan = plan_epoch(
-            self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window
+            self.sets,
+            self.seed,
+            epoch,
+            self.capacity,
+            self.shuffle_shards,
+            self.pack_window,
         )
         if len(plan):
             return plan

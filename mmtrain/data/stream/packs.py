@@ -116,7 +116,10 @@ class Processor:
         if vision is not None:
             pixels = config.data.max_image_pixels
             self.transform = image_transform(
-                vision.name, config.data.image_fit, pixels, self.layout.tile_size
+                vision.name,
+                config.data.image_fit,
+                pixels,
+                self.layout.tile_size,
             )
         self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
@@ -150,7 +153,12 @@ class Processor:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         has_grid = self.layout.has_grid_positions
         return make_batch(
-            packs, self.capacity.tokens, self.padding_id, self.decode, buffer, has_grid=has_grid
+            packs,
+            self.capacity.tokens,
+            self.padding_id,
+            self.decode,
+            buffer,
+            has_grid=has_grid,
         )
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
@@ -248,7 +256,8 @@ def positions_of(document: Document) -> np.ndarray:
 
 
 def _decoded_images(
-    document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
+    document: Document,
+    decode: Callable[[bytes, Tiling, bool], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []
