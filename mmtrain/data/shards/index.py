@@ -261,8 +261,6 @@ def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
 
 
 def _columns(index: ShardIndex) -> dict:
-    per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
-    assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
     members: dict[str, list] = {"counts": list(map(len, index.members))}
     for name in Member._fields:
         of_all = itertools.chain.from_iterable(index.members)

@@ -40,13 +40,6 @@ class SampleSet:
     lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
     tiles: np.ndarray  # (samples,) int32 tiles of each sample
 
-    def __post_init__(self) -> None:
-        assert self.weight > 0, f"weight {self.weight}"
-        assert len(self.shard_sizes) > 0, "no shards"
-        assert self.shard_sizes.sum() == len(self.lengths) == len(self.tiles), (
-            "shards, lengths and tiles differ"
-        )
-
 
 @dataclass(frozen=True)
 class Capacity:
