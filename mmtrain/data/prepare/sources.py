@@ -54,8 +54,8 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *text_files.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
-    "mmtrain downloads nothing: "
-    "`img2dataset --output_format webdataset` does, and data.shards reads what it writes"
+    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, "
+    "and data.shards reads what it writes"
 )
 # As datasets and its hub name them: train-00000-of-00002.parquet, validation.parquet.
 _SPLIT_FILE = re.compile(
@@ -483,8 +483,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
             raise UserError(
-                f"{path}: "
-                f"the name must end in one of {suffixes}, or be a folder of datasets' save_to_disk"
+                f"{path}: the name must end in one of {suffixes}, "
+                "or be a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]
     if (path / "state.json").is_file():

@@ -264,8 +264,8 @@ def qa_turns(record: object, images: int) -> Turns:
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         needed = (
-            f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, "
-            "or texts of {user, assistant}"
+            f"{' or '.join(QUESTION_KEYS)} with "
+            f"{' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
         )
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
     for pair in [*first_held(record, ("history",)), [question, answer]]:

@@ -224,8 +224,8 @@ class ChatTemplate:
                 answers.append(list(places))
         if in_answer[0] or len(answers) != len(spans):
             raise self.chat.unfit(
-                "writes nothing before an answer, or nothing between two, "
-                "so answers cannot be found",
+                "writes nothing before an answer, "
+                "or nothing between two, so answers cannot be found",
                 "puts a mark there",
             )
         for places in answers:
@@ -379,8 +379,8 @@ def _document(
     """Shift the labels; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
-            f"{sample.where}: "
-            f"the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, "
+            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} "
+            f"makes token {max(input_ids)}, "
             f"but the model's embedding has {template.vocab_size} rows: they do not belong together"
         )
     return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
@@ -400,8 +400,8 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
         if mark := special_texts.search(text):
             raise BadSample(
                 "template",
-                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, "
-                "which could end the turn",
+                f"a turn from {speaker} holds {mark[0]!r}, "
+                f"a special token of {tokenizer}, which could end the turn",
             )
 
 

@@ -77,8 +77,8 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
         if not any(block):
             if extended:
                 raise UserError(
-                    f"{path}: "
-                    f"ends at byte {offset} where a header must follow, after {last}. {hint}"
+                    f"{path}: ends at byte {offset} where a header "
+                    f"must follow, after {last}. {hint}"
                 )
             _refuse_more(path, stream, offset, last)
             return

@@ -73,8 +73,8 @@ def sample_format(
     if not readable:
         _refuse_scattered(shards[0])
         lines = [
-            f"{key}: "
-            f"none of the first {len(first)} samples of {shards[0]} can be read in a known format:"
+            f"{key}: none of the first {len(first)} samples of {shards[0]} "
+            "can be read in a known format:"
         ]
         for form, of_form in zip(forms, faults, strict=True):
             lines.append(f"{form.name}: {_most_frequent(of_form)}")

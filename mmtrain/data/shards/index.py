@@ -220,8 +220,8 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
             raise UserError(
-                f"{path} has version {version}; this mmtrain reads {VERSION}. "
-                f"Make it again: {MEND} {tar}"
+                f"{path} has version {version}; "
+                f"this mmtrain reads {VERSION}. Make it again: {MEND} {tar}"
             )
         crc32 = header.pop("crc32")
         content = rest[:-1]
@@ -237,8 +237,8 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != checked.tar_bytes:
         raise UserError(
-            f"{path}: is stale: "
-            f"made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has {tar_bytes:,}. "
+            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, "
+            f"but {tar.name} has {tar_bytes:,}. "
             f"If the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
         )
     return path, checked, content

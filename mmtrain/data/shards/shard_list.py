@@ -106,8 +106,8 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         return tars
     if not pattern:
         raise UserError(
-            f"{key}: the name is empty. "
-            f"Name a webdataset tar, or set {key}=null where that is allowed"
+            f"{key}: the name is empty. Name a webdataset tar, "
+            f"or set {key}=null where that is allowed"
         )
     is_pipe = pattern.startswith(PIPE)
     if "://" in pattern and not is_pipe:
@@ -249,8 +249,8 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})"
         ) from error
     _log.info(
-        f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, "
-        f"kept as {target}"
+        f"{key}: {target.stat().st_size / 1e6:,.0f} MB in "
+        f"{time.perf_counter() - start:.1f} s, kept as {target}"
     )
     return target
 

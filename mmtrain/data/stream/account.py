@@ -220,9 +220,9 @@ class SampleLog:
         planned = int(plan.starts[packs] - plan.starts[begin])
         if trained + damaged != planned:
             raise CountError(
-                f"epoch {epoch}: "
-                f"{planned} samples were planned in {packs - begin} packs, {trained} were trained "
-                f"on and {damaged} quarantined: {trained + damaged - planned:+d}"
+                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, "
+                f"{trained} were trained on and {damaged} "
+                f"quarantined: {trained + damaged - planned:+d}"
             )
 
         counts = {"trained": trained, "quarantined": damaged, "overlong": 0}

@@ -317,11 +317,10 @@ class Catalog:
             if capacity.tiles is not None:
                 room += f" and {_tiles(capacity.tiles)}"
             raise UserError(
-                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and "
-                f"{_tiles(tiles[number])} do not fit into a pack of {room} "
-                f"({int(wrong.sum()):,} samples in all do not). "
-                "Raise data.pack_length or data.max_tiles_per_pack, "
-                "or set data.overlong=skip"
+                f"{place.shard}: sample {place.key}: "
+                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do not fit into a pack "
+                f"of {room} ({int(wrong.sum()):,} samples in all do not). "
+                "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
 
 
@@ -486,8 +485,8 @@ class Reader:
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
                 raise OSError(
-                    f"its {member.suffix} member at byte {member.offset:,} is cut off by the end "
-                    "of the file"
+                    f"its {member.suffix} member at byte {member.offset:,} is "
+                    "cut off by the end of the file"
                 )
             content += more
         return content

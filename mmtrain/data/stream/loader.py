@@ -108,8 +108,8 @@ class PackedBatches:
         shown = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
         summary = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
-            f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; {steps:,} steps of {packs:,} "
-            f"packs are {shown} epochs"
+            f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; "
+            f"{steps:,} steps of {packs:,} packs are {shown} epochs"
         )
         if packs > len(plan):
             summary += (
