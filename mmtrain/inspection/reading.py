@@ -1,7 +1,7 @@
 """Options of commands that read shards as a run would, one by one or by a run's configuration.
 
-options of `add_reading_arguments` --reading_of--> Reading: tokenizer, template, format, layout of
-    images, pack length
+options of `add_reading_arguments` --reading_of-->
+    Reading: tokenizer, template, format, layout of images, pack length
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Summarise shards by their indexes alone.
 
-index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and
-    positions of each image
+index files --survey-->
+    Survey: counts; images and text tokens of a sample; size, tiles and positions of an image
 whole numbers --histogram--> edges and counts of bins of a round width
-sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is
-    no padding
+sets of samples --order.plan_epoch, as training plans-->
+    Fill: packs, share of their tokens that is no padding
 """
 
 from __future__ import annotations

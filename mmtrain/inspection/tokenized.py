@@ -1,7 +1,7 @@
 """Show a sample as the model will see it, token by token.
 
-key --indexes--> every sample of this key --Reader--> Sample --template--> rows: position, token,
-    its text, its label
+key --indexes--> every sample of this key --Reader--> Sample
+    --template--> rows: position, token, its text, its label
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Nothing in them can name code that runs.
 
-file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the
-    file
+file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 Byte for byte a function of the samples.
 
-ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix,
-    bytes), ...])
-(key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
-    several images
-                                      --> the tar's index: offsets, sizes, checksums of the bytes as
-                                          they are written
+ShardJob: records with sound text, names of their images
+    --ShardMaker--> (key, record, [(suffix, bytes), ...])
+    --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
+    --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
 A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the
 disk, then its index.

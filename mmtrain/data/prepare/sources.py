@@ -2,11 +2,10 @@
 
 .json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders
     --open_sources--> Source
-Source --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [{"bytes": ...}],
-    "messages": [...]}, ...
-    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of
-        files, or bytes, which
-    texts hold in base64
+Source
+    --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [...], "messages": [...]}
+    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images:
+        names of files, or bytes, which texts hold in base64
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Text files of records, read one by one: JSON arrays and lines, COCO's captions, CSV, TSV.
 
 JSON array, or JSON lines --json_records--> any JSON values
-COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each
-    annotation
+COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"}
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
 Memory is that of a record, or of a COCO file. Every function raises UserError, when it gets there.

@@ -1,10 +1,10 @@
 """A run of `mmtrain shard`: contents of each shard, fate of each record, --resume.
 
-rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a
-    size--> ShardJob
-ShardJob, FinishedShard --ShardStats--> rejected.jsonl, and dataset.json at the end
-                        --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for
-                            each finished shard
+rows of all sources --Validator: text checked, keys assigned--> candidates
+    --N, or as many as fit a size--> ShardJob
+ShardJob, FinishedShard
+    --ShardStats--> rejected.jsonl, and dataset.json at the end
+    --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for each finished shard
 
 The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so
 any number of workers, and a run that was interrupted, make the same shards. A run locks the folder:

@@ -1,22 +1,19 @@
 """Read samples as other people write them: conversations about images.
 
-KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" |
-    "gpt", text), in
-whose texts each image has one <image> mark
+KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says-->
+    turns ("system" | "human" | "gpt", text); each image has one <image> mark in their texts
 
     llava        KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text},
-        ...]}, with all marks
-    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the
-        keys and names that
-                 are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of
-                     parts; "system" beside
+                 ...]}, with all marks
+    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any usual
+                 key and name (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of
+                 parts; "system" beside
     qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and
-        the_cauldron have them,
-                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of
-                     messages (TRL's),
-                 with Alpaca's "input" behind the question and a "history" of pairs before it
+                 the_cauldron have them, or a question and an answer under QUESTION_KEYS and
+                 ANSWER_KEYS: texts, or lists of messages (TRL's), with Alpaca's "input" behind the
+                 question and a "history" of pairs before it
     interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS
-        has a web page
+                 has a web page
     caption      KEY.txt, KEY.caption, or a key of KEY.json
 
 Where a conversation has images and no mark, the marks are put before its first question, as LLaVA

@@ -1,7 +1,7 @@
 """Read the headers of tars: their files and where these lie; any damage is an error.
 
-tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name,
-    offset, size
+tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)-->
+    ArchiveFile: name, offset, size
 
 Python's tarfile, and so webdataset, takes a damaged header for the archive's end and drops the rest
 in silence. Nothing is ever extracted.

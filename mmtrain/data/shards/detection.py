@@ -1,7 +1,7 @@
 """Detect a data set's format by its first samples, and refuse shards that it cannot read.
 
-shards --headers, and texts of the first SEEN samples--> samples that each format reads -->
-    SampleFormat
+shards --headers, and texts of the first SEEN samples-->
+    samples that each format reads --> SampleFormat
 indexed shards --> those in which no sample can be trained on
 """
 

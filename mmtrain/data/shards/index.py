@@ -1,7 +1,7 @@
 """The index of a shard: where every member lies, its checksum, and how long each sample's text is.
 
-shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index
-    --read_index--> ShardIndex
+shard-000000.tar --scan, tokenizer--> ShardIndex
+    --write_index--> shard-000000.tar.index --read_index--> ShardIndex
 
 The file has two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples,
 texts (usable samples by fingerprint), bytes (of the second line) and crc32 (of the first line

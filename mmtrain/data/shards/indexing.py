@@ -1,9 +1,10 @@
 """Make the indexes of many shards in parallel.
 
-tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
-                  --neighbours of one key: samples, judged; TextCounter--> index with text lengths
-tar whose index lacks this tokenizer and template --members that hold the texts--> the same index,
-    with the lengths
+tar without index
+    --headers, contents, in one sequential read--> offset, size, CRC32 of every file
+    --neighbours of one key: samples, judged; TextCounter--> index with text lengths
+tar whose index lacks this tokenizer and template
+    --members that hold the texts--> its index, with the lengths
 
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault;
 what would make webdataset drop or mix up samples in silence is an error.

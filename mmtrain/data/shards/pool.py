@@ -1,7 +1,7 @@
 """Jobs done by several processes: one pool for indexing and for sharding.
 
-tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in
-    the tasks' order
+tasks --at most 2 x workers held--> work(task, advance), each in one of the workers -->
+    results, in the tasks' order
 """
 
 from __future__ import annotations

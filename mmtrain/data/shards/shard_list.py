@@ -2,8 +2,8 @@
 
 `data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
-`pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the
-    command>.tar
+`pipe:curl -sf https://host/shard-000000.tar`
+    --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
 
 Samples are read by offset, in an order that changes every epoch, so what a program writes has to be
 a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.

@@ -1,9 +1,9 @@
 """Account for every sample: counts per epoch, quarantine.jsonl, and the ledger samples.jsonl.
 
 micro-batches that the engine takes --watch--> keys, faults, counts of this replica
---end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in
-    global pack order),
-quarantine.jsonl; at each epoch's end its counts are compared with the plan's
+--end_step: gathered over the replicas, in their order-->
+    rank 0 writes samples.jsonl (keys in global pack order) and quarantine.jsonl;
+    at each epoch's end its counts are compared with the plan's
 
 Only what a step has used counts, not what workers or the encoder have prepared.
 """

@@ -2,8 +2,7 @@
 
 index files --Catalog--> per data set lengths (samples,), tiles (samples,): what `order` plans with
 global sample number --Catalog.find--> shard, members at their offsets
-                     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why
-                         it is not used
+    --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why it is not used
 
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its
 images' tokens (known only here, where the vision encoder is).

@@ -1,14 +1,14 @@
 """Decode an image file and turn it into the encoder's input.
 
-bytes --header: how many pixels?--> --Pillow--> RGB on white, turned by EXIF --fit, or tiling-->
-    (tiles, 3, S, S)
-      uint8 --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
+bytes --header: how many pixels?--> --Pillow--> RGB on white, turned by EXIF
+    --fit, or tiling--> (tiles, 3, S, S) uint8
+    --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`);
-    padding takes tokens
+                 padding takes tokens
      resize      whole, both sides to S: shapes are stretched
      center_crop shorter side to S, then the middle (CLIP's, timm's): cuts away what a caption may
-         speak of
+                 speak of
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From samples to a micro-batch's tensors.
 
 sample --template--> document: input_ids and labels; its length must be the planned one
-packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch:
-    (B, L) tensors and
-tiles of images (N, 3, S, S) --to_device--> the same where the model is
+packs: lists of documents, and of gaps where samples are quarantined
+    --make_batch--> PackedBatch: (B, L) tensors and tiles of images (N, 3, S, S)
+    --to_device--> the tensors where the model is
 """
 
 from __future__ import annotations
