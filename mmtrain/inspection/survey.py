@@ -1,9 +1,9 @@
 """Summarise shards by their indexes alone.
 
-index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and
-    positions of each image
-sets of samples --order.plan_epoch, as training plans--> Fill: packs, share of their tokens that is
-    no padding
+index files --survey-->
+    Survey: counts; images and text tokens of a sample; size, tiles and positions of an image
+sets of samples --order.plan_epoch, as training plans-->
+    Fill: packs, share of their tokens that is no padding
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Survey:
     @property
     def expected(self) -> dict[str, float]:
         """Keys of the configuration that describe a typical sample to the planner."""
-        keys: dict[str, float] = {}
+        keys = {}
         if self.text_tokens is not None and len(self.text_tokens):
             keys["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
         if self.is_sized and len(self.taken):
@@ -67,9 +67,8 @@ class Survey:
             }
             if self.attends_across:
                 counts = self.taken[:, 1].astype(float)
-                keys["data.expected_attended_tiles"] = round(
-                    float((counts**2).sum() / counts.sum()), 3
-                )
+                attended = float((counts**2).sum() / counts.sum())
+                keys["data.expected_attended_tiles"] = round(attended, 3)
         return keys
 
 
@@ -79,18 +78,19 @@ def survey(
     layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,
 ) -> Survey:
-    """Read the index of every shard, as training does; raises what `read_index` and `Catalog`
-    raise.
+    """Read the index of every shard, as training does.
+
+    Raises what `read_index` and `Catalog` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
     """
-    images: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    images = []
+    sizes = []
     tar_bytes = 0
-    reasons: Counter[str] = Counter()
-    taken: list[np.ndarray] = []
-    texts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+    reasons = Counter()
+    taken = []
+    texts = set()
     for tar in tars:
         index = read_index(tar)
         tar_bytes += index.tar_bytes
@@ -98,29 +98,33 @@ def survey(
         all_sizes = index.flat_image_sizes
         sizes.append(all_sizes[all_sizes.any(axis=1)])
         taken.append(positions_and_tiles(index, layout)[0])
-        if (faults := index.faults.get(form.reading)) is None:
+        faults = index.faults.get(form.reading)
+        if faults is None:
             raise UserError(
                 f"{tar}: its index has samples of format {', '.join(index.faults)} only. "
                 f"Index it: {MAKE} {tar}"
             )
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(index.texts), tuple(index.faults)))
-    if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
-        fingerprint = only[0][0]
-    of_samples, of_images = np.concatenate(images).astype(np.int32), np.concatenate(taken)
+    if fingerprint is None and len(texts) == 1:
+        fingerprints, readings = texts.pop()
+        if len(fingerprints) == len(readings) == 1:
+            fingerprint = fingerprints[0]
+
+    of_samples = np.concatenate(images).astype(np.int32)
+    of_images = np.concatenate(taken)
     is_known = of_images[:, 0] > 0
-    text_tokens, sample_set = None, None
+    text_tokens = None
+    sample_set = None
     if fingerprint is not None:
-        catalog = Catalog(
-            [DataSet(tuple(tars), form=form)], [fingerprint], layout, MAX_IMAGE_PIXELS
-        )
+        shards = DataSet(tuple(tars), form=form)
+        catalog = Catalog([shards], [fingerprint], layout, MAX_IMAGE_PIXELS)
         reasons = Counter(fault.reason for fault in catalog.faults.values())
-        (sample_set,), is_usable = catalog.sample_sets, catalog.lengths != UNUSABLE
+        sample_set = catalog.sample_sets[0]
+        is_usable = catalog.lengths != UNUSABLE
         places = np.repeat(np.arange(len(of_samples)), of_samples)
-        of_texts = catalog.lengths - np.bincount(places, of_images[:, 0], len(of_samples)).astype(
-            np.int64
-        )
-        text_tokens = of_texts[is_usable]
+        of_images_alone = np.bincount(places, of_images[:, 0], len(of_samples))
+        text_tokens = (catalog.lengths - of_images_alone.astype(np.int64))[is_usable]
         is_known &= is_usable[places]
     return Survey(
         shards=len(tars),
@@ -153,19 +157,15 @@ class Fill:
 
 
 def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
-    """Plan an epoch as a run with seed 0 and the default windows does. 558,000 samples take a
-    second.
+    """Plan an epoch as a run with seed 0 and the default windows does.
+
+    558,000 samples take a second.
     """
     defaults = DataSection.model_fields
-    plan = plan_epoch(
-        sets,
-        0,
-        0,
-        capacity,
-        defaults["shuffle_shards"].default,
-        pack_window=defaults["pack_window"].default,
-    )
-    tokens = int(np.concatenate([one.lengths for one in sets])[plan.samples].sum(dtype=np.int64))
-    return Fill(
-        capacity.tokens, len(plan), tokens / (max(len(plan), 1) * capacity.tokens), plan.overlong
-    )
+    shuffle_shards = defaults["shuffle_shards"].default
+    pack_window = defaults["pack_window"].default
+    plan = plan_epoch(sets, 0, 0, capacity, shuffle_shards, pack_window)
+    lengths = np.concatenate([one.lengths for one in sets])
+    tokens = int(lengths[plan.samples].sum(dtype=np.int64))
+    room = max(len(plan), 1) * capacity.tokens
+    return Fill(capacity.tokens, len(plan), tokens / room, plan.overlong)

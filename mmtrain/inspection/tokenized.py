@@ -1,12 +1,11 @@
 """Show a sample as the model will see it, token by token.
 
-key --indexes--> every sample of this key --Reader--> Sample --template--> rows: position, token,
-    its text, its label
+key --indexes--> every sample of this key --Reader--> Sample
+    --template--> rows: position, token, its text, its label
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,9 @@ _KEYS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A text token, or a run of an image's positions; `label`: what the (last) position must
-    predict, or IGNORE.
+    """A text token, or a run of an image's positions.
+
+    `label`: what the (last) position must predict, or IGNORE.
     """
 
     first: int  # position in the document
@@ -46,8 +46,9 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """A sample of a shard; without rows where it cannot be trained on, without turns where it
-    cannot be read.
+    """A sample of a shard.
+
+    Without rows where it cannot be trained on, without turns where it cannot be read.
     """
 
     key: str
@@ -60,17 +61,14 @@ class TokenizedSample:
 
 
 def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
-    """Return every sample of this key in indexed shards, in order, read as training reads it;
-    raises UserError.
+    """Return every sample of this key in indexed shards, in order, read as training reads it.
+
+    Raises UserError.
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    catalog = Catalog(
-        [DataSet(shards, form=reading.form)],
-        [reading.fingerprint],
-        reading.layout,
-        MAX_IMAGE_PIXELS,
-    )
+    data_set = DataSet(shards, form=reading.form)
+    catalog = Catalog([data_set], [reading.fingerprint], reading.layout, MAX_IMAGE_PIXELS)
     tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those
     # without one.
@@ -80,41 +78,38 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     tokenized = []
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
-        members, sizes = indexes[tar].members[place], indexes[tar].image_sizes[place]
+        members = indexes[tar].members[place]
+        sizes = indexes[tar].image_sizes[place]
         fault = catalog.faults.get(number)
         sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):
             fault = sample
-        rows: tuple[Row, ...] = ()
+        rows = ()
         if fault is None:
             try:
                 rows = _rows(write(sample), sizes, reading.layout, tokenizer)
             except BadSample as error:
-                fault = QuarantinedSample(
-                    key, str(tar), members[0].offset, error.reason, error.detail
-                )
+                fault = sample.quarantined(error)
         turns = sample.turns if isinstance(sample, Sample) else ()
         tokenized.append(TokenizedSample(key, str(tar), members, sizes, turns, rows, fault))
     return tokenized
 
 
 def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
-    places: list[tuple[Path, int]] = []
-    like: list[str] = []
+    places = []
+    like = []
     for tar in tars:
-        keys = read_index(tar).keys
-        places += [(tar, place) for place, sample_key in enumerate(keys) if sample_key == key]
-        if len(like) < _KEYS_SHOWN:
-            like += itertools.islice(
-                (sample_key for sample_key in keys if key in sample_key), _KEYS_SHOWN - len(like)
-            )
+        for place, sample_key in enumerate(read_index(tar).keys):
+            if sample_key == key:
+                places.append((tar, place))
+            elif key in sample_key and len(like) < _KEYS_SHOWN:
+                like.append(escape(sample_key))
     if places:
         return places
-    hint = f"similar keys: {', '.join(map(escape, like))}"
+    hint = f"similar keys: {', '.join(like)}"
     if not like:
-        hint = (
-            f"the first keys are {', '.join(map(escape, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
-        )
+        first = read_index(tars[0]).keys[:_KEYS_SHOWN]
+        hint = f"the first keys are {', '.join(map(escape, first))}"
     raise UserError(f"--show {key}: no sample has this key in {len(tars):,} shards; {hint}")
 
 
@@ -125,19 +120,26 @@ def _rows(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Row, ...]:
     ids = [token for token in document.input_ids if token != IMAGE_POSITION]
-    texts, runs = iter(_texts(ids, tokenizer)), _runs(document, sizes, layout)
-    rows: list[Row] = []
+    texts = iter(_texts(ids, tokenizer))
+    runs = _runs(document, sizes, layout)
+    rows = []
     at = 0
     while at < len(document.input_ids):
         token = document.input_ids[at]
-        text, positions = next(runs) if token == IMAGE_POSITION else (next(texts), 1)
+        if token == IMAGE_POSITION:
+            text, positions = next(runs)
+        else:
+            text = next(texts)
+            positions = 1
         rows.append(Row(at, positions, token, text, document.labels[at + positions - 1]))
         at += positions
     return tuple(rows)
 
 
 def _runs(
-    document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLayout
+    document: Document,
+    sizes: Sequence[tuple[int, int]],
+    layout: ImageLayout,
 ) -> Iterator[tuple[str, int]]:
     """Yield what each run of image positions shows, and its length."""
     for number, (tiling, (width, height)) in enumerate(zip(document.tilings, sizes, strict=True)):
@@ -145,33 +147,29 @@ def _runs(
         runs = [piece for piece in layout.pieces(tiling) if isinstance(piece, int)]
         grid = f"{tiling.rows} x {tiling.columns} tiles"
         if len(runs) > 1:  # a tile each
-            for tile, positions in enumerate(runs, 1):
-                is_whole = tiling.overview == "last" and tile == len(runs)
-                yield (
-                    f"{image}, {'whole image' if is_whole else f'tile {tile} of {grid}'}",
-                    positions,
-                )
-        elif tiling.shown is not None:
-            shown = tiling.shown
-            yield (
-                f"{image}, whole image, then {shown.lines} lines of {shown.length} of {grid}",
-                *runs,
-            )
+            shows = [f"{image}, tile {tile} of {grid}" for tile in range(1, len(runs) + 1)]
+            if tiling.overview == "last":
+                shows[-1] = f"{image}, whole image"
+            yield from zip(shows, runs, strict=True)
+        elif (shown := tiling.shown) is not None:
+            lines = f"{shown.lines} lines of {shown.length}"
+            yield f"{image}, whole image, then {lines} of {grid}", *runs
         else:
             yield image, *runs
 
 
 def _texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what each token adds to the text; for a part of a character, its name in the
-    vocabulary.
+    """Return what each token adds to the text.
+
+    For a part of a character, its name in the vocabulary.
     """
     texts = []
     for number, token in enumerate(ids):
         context = ids[max(number - _CONTEXT, 0) : number]
         before = tokenizer.decode(context, clean_up_tokenization_spaces=False)
         after = tokenizer.decode([*context, token], clean_up_tokenization_spaces=False)
-        text = after.removeprefix(before) if after.startswith(before) else _UNDECODED
-        texts.append(
-            tokenizer.convert_ids_to_tokens(token) if _UNDECODED in text or not text else text
-        )
+        text = after.removeprefix(before)
+        if not after.startswith(before) or not text or _UNDECODED in text:
+            text = tokenizer.convert_ids_to_tokens(token)
+        texts.append(text)
     return texts

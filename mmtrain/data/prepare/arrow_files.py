@@ -1,8 +1,8 @@
-"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can
-name code that runs.
+"""Parquet files, and the Arrow files of Hugging Face's datasets, read as data.
 
-file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the
-    file
+Nothing in them can name code that runs.
+
+file --pyarrow: wanted columns, row by row, checked--> {"column": value, ...}
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".arrow")
 # begins Arrow's file format; the streaming format, which datasets writes, begins otherwise
 _FILE_FORMAT = b"ARROW1"
+# Text that is not UTF-8, damaged JSON, dates that Python does not have.
+_PYTHON_ERRORS = (OSError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 def arrow_columns(path: Path) -> list[str]:
@@ -34,11 +36,9 @@ def arrow_columns(path: Path) -> list[str]:
 
 def count_rows(path: Path) -> int:
     with _opened(path) as file:
-        return (
-            file.metadata.num_rows
-            if _is_parquet(path)
-            else sum(batch.num_rows for batch in _arrow_batches(file))
-        )
+        if _is_parquet(path):
+            return file.metadata.num_rows
+        return sum(batch.num_rows for batch in _arrow_batches(file))
 
 
 def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[dict[str, Any]]:
@@ -51,17 +51,11 @@ def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[
         names = [name for name in _schema(file).names if name in wanted]
         if len(set(names)) < len(names):
             raise ValueError(f"several columns have one name: {', '.join(names)}")
-        rows = (
-            _parquet_rows(file, names, first)
-            if _is_parquet(path)
-            else _ipc_rows(file, names, first)
-        )
-        for row in rows:
+        read = _parquet_rows if _is_parquet(path) else _ipc_rows
+        for row in read(file, names, first):
             reader = _RowReader()
-            yield {
-                name: reader.value(column[0])
-                for name, column in zip(names, row.columns, strict=True)
-            }
+            values = (reader.value(column[0]) for column in row.columns)
+            yield dict(zip(names, values, strict=True))
 
 
 def _is_parquet(path: Path) -> bool:
@@ -70,8 +64,9 @@ def _is_parquet(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a ParquetFile, or a reader of Arrow's streaming or file format; its errors become
-    UserError.
+    """Open a ParquetFile, or a reader of Arrow's streaming or file format.
+
+    Its errors become UserError.
     """
     try:
         import pyarrow
@@ -92,26 +87,19 @@ def _opened(path: Path) -> Iterator[Any]:
         with pyarrow.memory_map(str(path)) as content:
             is_file_format = content.read(len(_FILE_FORMAT)) == _FILE_FORMAT
             content.seek(0)
-            with (pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream)(
-                content
-            ) as file:
+            open_content = pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream
+            with open_content(content) as file:
                 yield file
-    # Python's own errors: text that is not UTF-8, damaged JSON, dates that Python does not have.
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except (pyarrow.ArrowException, *_PYTHON_ERRORS) as error:
         raise UserError(
             f"{path}: cannot be read ({escape(str(error))}). Is the file complete?"
         ) from None
 
 
 def _schema(file: Any) -> pyarrow.Schema:
-    return file.schema_arrow if hasattr(file, "schema_arrow") else file.schema
+    if hasattr(file, "schema_arrow"):
+        return file.schema_arrow
+    return file.schema
 
 
 def _parquet_rows(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
@@ -135,13 +123,14 @@ def _ipc_rows(file: Any, names: list[str], first: int) -> Iterator[pyarrow.Recor
 
 def _arrow_batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
     if hasattr(file, "num_record_batches"):
-        return (file.get_batch(number) for number in range(file.num_record_batches))
+        return map(file.get_batch, range(file.num_record_batches))
     return iter(file)
 
 
 class _RowReader:
-    """Converts the values of one row; raises ValueError for more text, or longer lists, than a
-    record may have.
+    """Converts the values of one row.
+
+    Raises ValueError for more text, or longer lists, than a record may have.
     """
 
     def __init__(self) -> None:
@@ -160,7 +149,8 @@ class _RowReader:
             return {name: self.value(inner) for name, inner in scalar.items()}
         if isinstance(scalar, pyarrow.ListScalar):  # also of large lists and those of a fixed size
             self._take(len(scalar.values))  # a billion nulls take no place in a file
-            return [self.value(inner) for inner in scalar.values]
+            return list(map(self.value, scalar.values))
+
         # datasets' Json: values of one field are of several types
         if isinstance(scalar.type, pyarrow.JsonType):
             return json.loads(self.value(scalar.value))

@@ -1,12 +1,11 @@
-"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function
-of the samples.
+"""Write shards: webdataset tars of LLaVA-form samples with their index.
 
-ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix,
-    bytes), ...])
-(key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
-    several images
-                                      --> the tar's index: offsets, sizes, checksums of the bytes as
-                                          they are written
+Byte for byte a function of the samples.
+
+ShardJob: records with sound text, names of their images
+    --ShardMaker--> (key, record, [(suffix, bytes), ...])
+    --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
+    --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
 A shard's bytes do not depend on the workers. A tar gets its name when it is complete and on the
 disk, then its index.
@@ -53,7 +52,7 @@ _READABLE = 60  # characters of an unsafe id that its key keeps
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What a complete tar holds."""
+    """The contents of a complete tar."""
 
     file: str  # its name, without folder
     samples: int
@@ -88,7 +87,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What one shard is made of."""
+    """The records of one shard."""
 
     number: int
     candidates: tuple[Candidate, ...]
@@ -113,22 +112,24 @@ KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]
 
 
 def sample_key(identifier: str) -> str:
-    """Return the tar key of a record's id: the id itself where it is safe, else its readable part
-    and a hash of it.
+    """Return the tar key of a record's id.
+
+    It is the id itself where that is safe, else its readable part and a hash of it.
     """
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
     readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
-    return "-".join(filter(None, (readable, hashlib.sha256(identifier.encode()).hexdigest()[:12])))
+    digest = hashlib.sha256(identifier.encode()).hexdigest()[:12]
+    return f"{readable}-{digest}" if readable else digest
 
 
 def tar_bytes(members: Iterable[int]) -> int:
-    """Return the bytes that files of these sizes take in a tar, with their headers, without the
-    archive's end.
+    """Return the bytes that files of these sizes take in a tar, with their headers.
+
+    The archive's end is left out.
     """
-    return sum(
-        tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members
-    )
+    blocks = sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
+    return blocks * tarfile.BLOCKSIZE
 
 
 def shard_name(number: int) -> str:
@@ -148,15 +149,16 @@ class ShardMaker:
     finished: Mapping[int, FinishedShard]  # by job number: made by an earlier run
 
     def __call__(self, job: ShardJob, advance: Advance) -> FinishedShard:
-        """Write a shard, unless it is finished; raises UserError where that one was made of other
-        records.
+        """Write a shard, unless it is finished.
+
+        Raises UserError where that one was made of other records.
         """
-        if (finished := self.finished.get(job.number)) is not None:
+        finished = self.finished.get(job.number)
+        if finished is not None:
             if finished.candidates != len(job.candidates):  # with --shard-bytes
                 raise UserError(
-                    f"{finished.shard.file} was made of {finished.candidates:,} records, but "
-                    "would now hold "
-                    f"{len(job.candidates):,}: images have changed in size. "
+                    f"{finished.shard.file} was made of {finished.candidates:,} records, "
+                    f"but would now hold {len(job.candidates):,}: images have changed in size. "
                     f"Delete {self.out} and start again"
                 )
             return finished
@@ -166,16 +168,14 @@ class ShardMaker:
         return FinishedShard(written, tuple(rejected))
 
     def _samples(
-        self, job: ShardJob, rejected: list[BadRecord], advance: Advance
+        self,
+        job: ShardJob,
+        rejected: list[BadRecord],
+        advance: Advance,
     ) -> Iterator[KeyedSample]:
         for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
-                files = [
-                    read_image(self.images, name, self.max_pixels)
-                    if content is None
-                    else checked_image(name, content, self.max_pixels)
-                    for name, content in zip(candidate.images, contents, strict=True)
-                ]
+                files = list(map(self._file, candidate.images, contents))
             except BadSample as error:
                 identifier = candidate.content.get("id")
                 rejected.append(BadRecord(candidate.record, identifier, error.reason, error.detail))
@@ -183,30 +183,38 @@ class ShardMaker:
                 yield candidate.key, candidate.content, files
             advance(1)
 
+    def _file(self, name: str, content: memoryview | None) -> tuple[str, bytes]:
+        if content is None:
+            return read_image(self.images, name, self.max_pixels)
+        return checked_image(name, content, self.max_pixels)
+
 
 def write_shards(
-    samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int
+    samples: Iterable[KeyedSample],
+    folder: Path,
+    samples_per_shard: int,
 ) -> list[WrittenShard]:
-    """Write samples with unique keys, in order, into shard-000000.tar, shard-000001.tar, ... of an
-    existing folder.
+    """Write samples with unique keys, in order, into new shards of an existing folder.
+
+    The shards are shard-000000.tar, shard-000001.tar, ...
     """
     samples = iter(samples)
-    shards: list[WrittenShard] = []
+    shards = []
     for first in samples:
         path = folder / shard_name(len(shards))
-        shards.append(
-            write_shard(
-                path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))
-            )
-        )
+        others = itertools.islice(samples, samples_per_shard - 1)
+        shards.append(write_shard(path, itertools.chain([first], others)))
     return shards
 
 
 def write_shard(
-    path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None
+    path: Path,
+    samples: Iterable[KeyedSample],
+    count: TextCounter | None = None,
 ) -> WrittenShard:
-    """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path`
-    when complete.
+    """Write one tar, which appears under `path` when complete.
+
+    It is a POSIX.1-2008 ustar; times, owners and modes are fixed.
 
     Its index is written after it, with text lengths where there is a `count`. Raises UserError if
     `path` exists or the disk is full, and what `samples` raises; then the unfinished tar is
@@ -226,8 +234,7 @@ def write_shard(
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); the unfinished file is removed. "
-            "Free space, or choose "
-            "another folder"
+            "Free space, or choose another folder"
         ) from error
     try:
         write_index(path, shard.index)
@@ -245,7 +252,11 @@ class _Shard:
         self.stream = stream
         self.count = count
         self.index = ShardIndex(
-            tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}}
+            tar_bytes=0,
+            keys=[],
+            members=[],
+            image_sizes=[],
+            faults={LLAVA.reading: {}},
         )
         self.lengths = TextLengths([])
         if count is not None:
@@ -256,14 +267,14 @@ class _Shard:
         assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
         members = [self._member(key, "json", record_json(record))]
         for number, (suffix, content) in enumerate(files):
-            members.append(
-                self._member(key, suffix if len(files) == 1 else f"{number}.{suffix}", content)
-            )
+            if len(files) > 1:
+                suffix = f"{number}.{suffix}"
+            members.append(self._member(key, suffix, content))
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
-            sample = Sample(
-                key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset
-            )
+            no_images = (b"",) * len(files)
+            turns = parse_turns(record)
+            sample = Sample(key, str(self.path), turns, no_images, members[0].offset)
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
@@ -287,12 +298,12 @@ class _Shard:
         self.index.tar_bytes += len(content)
 
     def summary(self) -> WrittenShard:
-        sizes = [size for sizes in self.index.image_sizes for size in sizes]
+        sizes = self.index.flat_image_sizes
         return WrittenShard(
             file=self.path.name,
             samples=len(self.index.keys),
             images=len(sizes),
-            image_pixels=sum(width * height for width, height in sizes),
+            image_pixels=int(sizes.prod(axis=1).sum()),
             text_tokens=None if self.count is None else sum(self.lengths.tokens),
             bytes=self.index.tar_bytes,
             sha256=self.sha256.hexdigest(),

@@ -1,13 +1,11 @@
-"""What `mmtrain shard` reads: files and folders as others have them, one after the other, row by
-row.
+"""Sources of `mmtrain shard`: files and folders as others have them, row by row.
 
 .json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders
     --open_sources--> Source
-Source --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [{"bytes": ...}],
-    "messages": [...]}, ...
-    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images: names of
-        files, or bytes, which
-    texts hold in base64
+Source
+    --rows--> {"image_path": "a.jpg", "caption": "A cat."}, {"images": [...], "messages": [...]}
+    --its Adapter--> {"id", "image", "conversations"}, checked, and the row's images:
+        names of files, or bytes, which texts hold in base64
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +53,8 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *text_files.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
-    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and "
-    "data.shards reads what it writes"
+    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, "
+    "and data.shards reads what it writes"
 )
 # As datasets and its hub name them: train-00000-of-00002.parquet, validation.parquet.
 _SPLIT_FILE = re.compile(
@@ -68,13 +66,12 @@ CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
 _LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "prompt", *formats.ANSWER_KEYS)
 _CONVERSATION = (
     "system",
-    *(key for reader in formats.READERS.values() for key in reader.keys),
+    *itertools.chain.from_iterable(reader.keys for reader in formats.READERS.values()),
     *UNREAD_KEYS,
     "objects",
 )
-_BASE64 = re.compile(
-    r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)"
-)  # a name of an image has a dot
+# a name of an image has a dot
+_BASE64 = re.compile(r"(?i:data:)[^,]{0,100};base64,|(?=[A-Za-z0-9+/\s]{64,}+=*+\s*+\Z)")
 # of an image among a content's parts
 _PART_KEYS = ("image", "image_url", "path", "url", "base64", "data")
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
@@ -90,7 +87,7 @@ class RowImage:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What becomes of a row whose text is sound."""
+    """The record and images of a row with sound text."""
 
     record: Record
     images: tuple[RowImage, ...]
@@ -99,21 +96,17 @@ class Adapted:
         """Return the record with names for images that have none, made from the sample's key."""
         if all(image.name for image in self.images):
             return self.record
-        several = len(self.images) > 1
-        names = [
-            image.name or (f"{key}.{number}" if several else key)
-            for number, image in enumerate(self.images)
-        ]
-        return replace(
-            self.record,
-            content={**self.record.content, "image": _one_or_all(names)},
-            images=tuple(names),
-        )
+        names = []
+        for number, image in enumerate(self.images):
+            made = f"{key}.{number}" if len(self.images) > 1 else key
+            names.append(image.name or made)
+        content = {**self.record.content, "image": _one_or_all(names)}
+        return replace(self.record, content=content, images=tuple(names))
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How the rows of a source are read."""
+    """The way to read the rows of a source."""
 
     form: SampleFormat
     image_key: str | None = None  # None: IMAGE_COLUMNS
@@ -122,6 +115,8 @@ class Adapter:
     @property
     def image_keys(self) -> tuple[str, ...]:
         """Keys where the images may be; the first that a row has counts."""
+        if self.as_it_is:
+            return ("image",)
         return IMAGE_COLUMNS if self.image_key is None else (self.image_key,)
 
     @property
@@ -136,29 +131,29 @@ class Adapter:
     def description(self) -> str:
         if self.form.name != "caption":
             return formats.READERS[self.form.name].description
-        return (
-            f"captions (image: {self.image_key or 'none'}, caption: "
-            f"{self.form.caption_key or 'none'})"
-        )
+        image = self.image_key or "none"
+        caption = self.form.caption_key or "none"
+        return f"captions (image: {image}, caption: {caption})"
 
     def unread(self, keys: Iterable[str]) -> list[str]:
         """Return the keys or columns that no row's sample is made from."""
-        read: tuple[str | None, ...] = (self.image_key, self.form.caption_key)
+        if self.as_it_is:
+            return []
+        read = {"id", self.image_key, self.form.caption_key}
         if self.form.name != "caption":
-            read = ("system", *self.image_keys, *formats.READERS[self.form.name].keys)
-        return [] if self.as_it_is else [key for key in keys if key not in ("id", *read)]
+            read = {"id", "system", *self.image_keys, *formats.READERS[self.form.name].keys}
+        return [key for key in keys if key not in read]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
-        """Return the adapter that reads captions and their images under one key: the first that any
-        row uses.
+        """Return the adapter for captions and images under one key each.
+
+        It is the first key that any row uses.
         """
         if self.form.name != "caption":
             return self
         fields = [row for row in rows if isinstance(row, dict)]
-        image, caption = (
-            next((key for key in keys if any(is_used(row.get(key)) for row in fields)), None)
-            for keys, is_used in ((self.image_keys, held), (self.caption_keys, is_given))
-        )
+        image = _first_used(self.image_keys, fields, held)
+        caption = _first_used(self.caption_keys, fields, is_given)
         return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
 
     def adapt(self, row: object) -> Adapted:
@@ -167,18 +162,11 @@ class Adapter:
             formats.refuse_unread(row)
         if self.as_it_is:
             record = parse_record(row)
-            # Text alone may name the file that it comes from.
-            named = [
-                key
-                for key in IMAGE_COLUMNS
-                if held(row.get(key))
-                and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES))
-            ]
-            if named and not record.images:
-                seen = f"it names images under {named[0]}, but LLaVA's format has them under image"
-                raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
+            if not record.images:
+                _refuse_unread_images(row)
             formats.llava_turns(row, len(record.images))
             return Adapted(record, self.images(row))
+
         if not isinstance(row, dict):
             raise BadSample(
                 "not_an_object",
@@ -189,7 +177,9 @@ class Adapter:
         if not isinstance(identifier, str | int | None):
             raise BadSample("bad_id", f"id is {short(identifier)}")
         turns = self._turns(row, len(images))
-        content: dict[str, Any] = {} if identifier is None else {"id": identifier}
+        content = {}
+        if identifier is not None:
+            content["id"] = identifier
         if images:
             content["image"] = _one_or_all([image.name or "unnamed" for image in images])
         content["conversations"] = [{"from": speaker, "value": text} for speaker, text in turns]
@@ -205,23 +195,45 @@ class Adapter:
                     "image_count", f"a caption without an image: {_nothing(self.image_keys, row)}"
                 )
             return formats.caption_turns(caption, images, self.form.caption_prompt)
-        conversation = {
-            key: unpacked(value) if key in _LISTS else value for key, value in row.items()
-        }
-        # counted by `images`
-        conversation |= {key: None for key in formats.IMAGE_KEYS if key in row}
+        conversation = dict(row)
+        for key in row:
+            if key in _LISTS:
+                conversation[key] = unpacked(row[key])
+            elif key in formats.IMAGE_KEYS:  # counted by `images`
+                conversation[key] = None
         if self.form.name == "interleaved":
             conversation["images"] = unpacked(first_value(row, self.image_keys))
         return formats.READERS[self.form.name].turns(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
-        images: Iterable[object] = first_held(row, ("image",) if self.as_it_is else self.image_keys)
+        images: Iterable[object] = first_held(row, self.image_keys)
         if self.form.name == "interleaved":
             images = filter(held, images)
         elif not images and self.form.name in ("sharegpt", "qa"):
             images = _images_in_parts(row)
         return tuple(map(_image, images))
+
+
+def _first_used(
+    keys: Iterable[str],
+    rows: Sequence[dict[str, Any]],
+    is_used: Callable[[object], object],
+) -> str | None:
+    for key in keys:
+        if any(is_used(row.get(key)) for row in rows):
+            return key
+    return None
+
+
+def _refuse_unread_images(row: dict[str, Any]) -> None:
+    """Raise BadSample for a text that names images elsewhere; it may name the file it is from."""
+    for key in IMAGE_COLUMNS:
+        value = row.get(key)
+        is_image = "image" in key or str(value).lower().endswith(IMAGE_SUFFIXES)
+        if is_image and held(value):
+            seen = f"it names images under {key}, but LLaVA's format has them under image"
+            raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -233,21 +245,26 @@ def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
 
 
 def _image_of_part(part: dict[str, Any]) -> object:
-    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`;
-    raises BadSample.
+    """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`.
+
+    Raises BadSample.
     """
     inner = first_value(part, ("image", "image_url", "source"))
-    fields = inner if isinstance(inner, dict) and "bytes" not in inner else part
-    key = next((key for key in _PART_KEYS if is_given(fields.get(key))), None)
-    if key is None:
-        needed = f"needed is one of {', '.join(_PART_KEYS)}"
-        raise BadSample(
-            "bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}"
-        )
-    image = fields[key]
-    if key in ("base64", "data") and isinstance(image, str) and not _BASE64.match(image):
-        return f"data:;base64,{image}"
-    return image
+    fields = part
+    if isinstance(inner, dict) and "bytes" not in inner:
+        fields = inner
+
+    for key in _PART_KEYS:
+        image = fields.get(key)
+        if is_given(image):
+            is_bare = key in ("base64", "data") and isinstance(image, str)
+            if is_bare and not _BASE64.match(image):
+                return f"data:;base64,{image}"
+            return image
+    needed = f"needed is one of {', '.join(_PART_KEYS)}"
+    raise BadSample(
+        "bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}"
+    )
 
 
 def _nothing(keys: Iterable[str], row: dict[str, Any]) -> str:
@@ -260,14 +277,14 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 def _image(value: object) -> RowImage:
     """Read an image: a name, bytes, or both, as datasets' Image has them; raises BadSample."""
-    fields = (
-        value
-        if isinstance(value, dict)
-        else {"path": value}
-        if isinstance(value, str)
-        else {"bytes": value}
-    )
-    name, content = fields.get("path") or None, fields.get("bytes") or None
+    fields: dict[str, Any] = {"bytes": value}
+    if isinstance(value, dict):
+        fields = value
+    elif isinstance(value, str):
+        fields = {"path": value}
+    name = fields.get("path") or None
+    content = fields.get("bytes") or None
+
     if isinstance(name, str) and (begin := _BASE64.match(name)):
         try:
             return RowImage(None, memoryview(binascii.a2b_base64(name[begin.end() :])))
@@ -295,8 +312,9 @@ class Source:
         return self.path.suffix.lower() in arrow_files.SUFFIXES
 
     def rows(self, first: int = 0) -> Iterator[object]:
-        """Yield the rows from `first` on; raises UserError, when it gets there, for a damaged
-        file.
+        """Yield the rows from `first` on.
+
+        Raises UserError, when it gets there, for a damaged file.
         """
         if self.is_arrow:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
@@ -308,12 +326,13 @@ class Source:
 
     def count(self) -> int:
         """Return the number of rows; raises UserError for a damaged file."""
-        return arrow_files.count_rows(self.path) if self.is_arrow else sum(1 for _ in self.rows())
+        if self.is_arrow:
+            return arrow_files.count_rows(self.path)
+        return sum(1 for _ in self.rows())
 
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
-    """Return the files of rows that a path names, all read in one way, and a description of that
-    way.
+    """Return the files of rows that a path names, read in one way, and its description.
 
     A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or
     no form fits.
@@ -321,33 +340,35 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     files = _files(path)
     any_form = Adapter(form, image_key)
     sources = [Source(file, name, any_form) for name, file in files]
-    first = itertools.islice(
-        itertools.chain.from_iterable(source.rows() for source in sources), SEEN
-    )
-    rows = [_without_contents(row) for row in first]
+    all_rows = itertools.chain.from_iterable(source.rows() for source in sources)
+    rows = list(map(_without_contents, itertools.islice(all_rows, SEEN)))
     if not rows:
         raise UserError(f"{path}: has no records")
     if sources[0].is_arrow:
         keys = arrow_files.arrow_columns(sources[0].path)
     else:
-        keys = list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
-    as_it_is = image_key is None and all(file.suffix.lower() in _JSON for _, file in files)
-    names = candidates(rows) if form.name == AUTO else (form.name,)
-    adapters = [
-        replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava")
-        for name in names
-    ]
+        fields = [row for row in rows if isinstance(row, dict)]
+        keys = list(dict.fromkeys(itertools.chain.from_iterable(fields)))
+
+    are_json = all(file.suffix.lower() in _JSON for _, file in files)
+    adapters = []
+    for name in candidates(rows) if form.name == AUTO else (form.name,):
+        as_it_is = name == "llava" and image_key is None and are_json
+        adapters.append(Adapter(replace(form, name=name), image_key, as_it_is))
     adapter, has_images = _fitting(path, rows, adapters, keys)
     counted = [replace(source, adapter=adapter, records=source.count()) for source in sources]
-    unread = f"not read: {_named(unread)}" if (unread := adapter.unread(keys)) else ""
-    imageless = "without images" if unread and not has_images else ""
-    return counted, "; ".join(filter(None, (adapter.description, imageless, unread)))
+
+    description = adapter.description
+    unread = adapter.unread(keys)
+    if unread and not has_images:
+        description += "; without images"
+    if unread:
+        description += f"; not read: {_named(unread)}"
+    return counted, description
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
-    """Return the source of a record, by its number over all sources, and its number in that
-    source.
-    """
+    """Return the source of a record, by its number over all sources, and its number there."""
     for source in sources:
         if number < source.records:
             return source, number
@@ -365,8 +386,9 @@ class ImageReader:
         self.next_row = 0
 
     def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
-        """Yield for each candidate the bytes of its images that its row holds; None for one that is
-        a file.
+        """Yield for each candidate the bytes of its images that its row holds.
+
+        The bytes of one that is a file are None.
         """
         if self.opened is not None and self.opened.is_arrow:
             self.opened = None  # its rows are found by their number; a text's only from its begin
@@ -376,7 +398,9 @@ class ImageReader:
                 continue
             source, row = place(self.sources, candidate.record)
             if source is not self.opened or row < self.next_row:
-                self.opened, self.rows, self.next_row = source, source.rows(row), row
+                self.opened = source
+                self.rows = source.rows(row)
+                self.next_row = row
             content = next(itertools.islice(self.rows, row - self.next_row, None), None)
             self.next_row = row + 1
             images = source.adapter.images(content) if isinstance(content, dict) else ()
@@ -386,11 +410,9 @@ class ImageReader:
 
 
 def _without_contents(value: object, levels: int = 4) -> object:
-    """Replace each image by one byte, at most 4 levels deep: the row, a list, {"bytes", "path"},
-    the bytes.
-    """
+    """Keep one byte of each image, at most 4 levels deep: row, list, {"bytes", "path"}, bytes."""
     if isinstance(value, memoryview):
-        return memoryview(b"?" if value.nbytes else b"")
+        return memoryview(bytes(value[:1]))
     if isinstance(value, dict) and levels:
         return {key: _without_contents(inner, levels - 1) for key, inner in value.items()}
     if isinstance(value, list) and levels:
@@ -399,15 +421,17 @@ def _without_contents(value: object, levels: int = 4) -> object:
 
 
 def _fitting(
-    path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]
+    path: Path,
+    rows: Sequence[object],
+    adapters: Sequence[Adapter],
+    keys: list[str],
 ) -> tuple[Adapter, bool]:
-    """Return the adapter that takes nearly all of the rows, the first of several, and whether it
-    finds images.
-    """
-    for option, key in (
-        ("--image-key", adapters[0].image_key),
-        ("data.caption_key", adapters[0].form.caption_key),
-    ):
+    """Return the first adapter that takes nearly all rows, and whether it finds images."""
+    asked = {
+        "--image-key": adapters[0].image_key,
+        "data.caption_key": adapters[0].form.caption_key,
+    }
+    for option, key in asked.items():
         if key is not None and key not in keys:
             raise UserError(
                 f"{path}: {option} {key}: there is no such key or column; it has {_named(keys)}"
@@ -416,35 +440,32 @@ def _fitting(
     trials = [_tried(adapter, rows) for adapter in adapters]
     choice = best([len(adapted) for adapted, _ in trials], len(rows))
     adapted, _ = trials[choice]
+
     if not adapted and len(adapters) > 1:
-        seen = "; ".join(
-            f"as {adapter.form.name} "
-            f"{Counter(faults).most_common(1)[0][0].partition('; its keys are ')[0]}"
-            for adapter, (_, faults) in zip(adapters, trials, strict=True)
-        )
+        seen = []
+        for adapter, (_, faults) in zip(adapters, trials, strict=True):
+            fault, _ = Counter(faults).most_common(1)[0]
+            seen.append(f"as {adapter.form.name} {fault.partition('; its keys are ')[0]}")
         mend = "Name its picture by --image-key NAME and its caption by data.caption_key=NAME"
         if any("url" in key.lower() or _URL.match(key) for key in keys):
             mend = _DOWNLOAD
         if not {*formats.CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:
             raise UserError(f"{path}: none of its keys or columns is known: {_named(keys)}. {mend}")
         raise UserError(
-            f"{path}: none of its first {len(rows):,} records is a sample: {seen}. "
+            f"{path}: none of its first {len(rows):,} records is a sample: {'; '.join(seen)}. "
             f"It has {_named(keys)}. {mend}"
         )
-    names = (
-        image.name
-        for record in adapted
-        for image in record.images
-        if image.content is None and image.name
-    )
-    if _URL.match(name := next(names, "")):
-        raise UserError(f"{path}: its images are URLs ({escape(name)}). {_DOWNLOAD}")
-    return adapters[choice], any(record.images for record in adapted)
+
+    images = list(itertools.chain.from_iterable(one.images for one in adapted))
+    files = [image.name for image in images if image.content is None]
+    if files and _URL.match(files[0]):
+        raise UserError(f"{path}: its images are URLs ({escape(files[0])}). {_DOWNLOAD}")
+    return adapters[choice], bool(images)
 
 
 def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[str]]:
-    adapted: list[Adapted] = []
-    faults: list[str] = []
+    adapted = []
+    faults = []
     for row in rows:
         try:
             adapted.append(adapter.adapt(row))
@@ -464,33 +485,29 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         if path.suffix.lower() not in _SUFFIXES:
             suffixes = ", ".join(_SUFFIXES)
             raise UserError(
-                f"{path}: the name must end in one of {suffixes}, or be a folder of "
-                "datasets' save_to_disk"
+                f"{path}: the name must end in one of {suffixes}, "
+                "or be a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]
-    names = (
-        _saved_files(path)
-        if (path / "state.json").is_file()
-        else sorted(f.name for f in path.glob("*.parquet"))
-    )
+    if (path / "state.json").is_file():
+        names = _saved_files(path)
+    else:
+        names = sorted(file.name for file in path.glob("*.parquet"))
     if not names:
-        inner = sorted(
-            {
-                str(file.parent)
-                for name in ("*.parquet", "state.json")
-                for file in path.glob(f"*/{name}")
-            }
-        )
+        below = [*path.glob("*/*.parquet"), *path.glob("*/state.json")]
+        inner = sorted({str(file.parent) for file in below})
         seen = f". Name one of {', '.join(inner[:5])}" if inner else ""
         raise UserError(
             f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}"
         )
-    splits = {match[1] or match[2] for name in names if (match := _SPLIT_FILE.fullmatch(name))}
+
+    parts = filter(None, map(_SPLIT_FILE.fullmatch, names))
+    splits = {part[1] or part[2] for part in parts}
     if len(splits) > 1:
         seen = ", ".join(sorted(splits))
         raise UserError(
-            f"{path}: holds several splits ({seen}). Name the files of one: "
-            f"--from {path}/SPLIT*.parquet"
+            f"{path}: holds several splits ({seen}). "
+            f"Name the files of one: --from {path}/SPLIT*.parquet"
         )
     return [(f"{path.name}/{name}", path / name) for name in names]
 

@@ -1,9 +1,7 @@
-"""Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and
-TSV tables.
+"""Text files of records, read one by one: JSON arrays and lines, COCO's captions, CSV, TSV.
 
 JSON array, or JSON lines --json_records--> any JSON values
-COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"} of each
-    annotation
+COCO's {"images": [...], "annotations": [...]} --json_records--> {"id", "image", "caption"}
 column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 
 Memory is that of a record, or of a COCO file. Every function raises UserError, when it gets there.
@@ -25,7 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.samples.formats import CONVERSATION_KEYS, IMAGE_KEYS, QUESTION_KEYS, TEXTS_KEYS
-from mmtrain.data.samples.records import MAX_RECORD_BYTES
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, are_objects
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
@@ -36,9 +34,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")  # that JSON allows between values
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Yield each element of a JSON array, each line of a JSON-lines file, or each record of
-    `_one_object`'s file.
-    """
+    """Yield each element of a JSON array, line of JSON lines, or record in one object."""
     with _opened(path) as stream:
         letters = iter(functools.partial(stream.read, 1), "")
         first = next(itertools.dropwhile(" \t\r\n".__contains__, letters), "")
@@ -51,20 +47,23 @@ def json_records(path: Path) -> Iterator[object]:
         yield from _records_inside(content)
     else:
         for number, line in _lines(path):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(
-                        f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}"
-                    ) from None
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{path}: line {number:,} is not valid JSON ({error}). {_NEEDED}"
+                ) from None
 
 
 def _array_elements(path: Path) -> Iterator[object]:
-    """Yield the elements of a JSON array, each read from a window that grows until the element ends
-    in it.
+    """Yield the elements of a JSON array.
+
+    Each is read from a window that grows until the element ends in it.
     """
-    decoder, count = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    count = 0
     with _opened(path) as stream:
         text = ""
         while "[" not in text:
@@ -74,17 +73,19 @@ def _array_elements(path: Path) -> Iterator[object]:
             try:
                 at = _SPACE.match(text, at).end()
                 is_empty = count == 0 and text[at] == "]"
-                value, end = (None, at) if is_empty else decoder.raw_decode(text, at)
+                end = at
+                if not is_empty:
+                    value, end = decoder.raw_decode(text, at)
                 end = _SPACE.match(text, end).end()
                 mark = text[end]
             except (ValueError, IndexError, RecursionError) as error:
-                text, at = text[at:], 0
+                text = text[at:]
+                at = 0
                 more = stream.read(min(max(_CHUNK, len(text)), MAX_RECORD_BYTES + 1 - len(text)))
                 if not more:
                     raise UserError(
-                        f"{path}: not valid JSON after {count:,} records ({error}). "
-                        "Is the file complete? A record may "
-                        f"have at most {MAX_RECORD_BYTES:,} characters"
+                        f"{path}: not valid JSON after {count:,} records ({error}). Is the file "
+                        f"complete? A record may have at most {MAX_RECORD_BYTES:,} characters"
                     ) from None
                 text += more
                 continue
@@ -94,7 +95,8 @@ def _array_elements(path: Path) -> Iterator[object]:
                 )
             if not is_empty:
                 yield value
-            count, at = count + 1, end + 1
+            count += 1
+            at = end + 1
             if mark == "]":
                 if (text[at:] + stream.read(_CHUNK)).strip():
                     raise UserError(f"{path}: not valid JSON: text follows the array")
@@ -102,8 +104,9 @@ def _array_elements(path: Path) -> Iterator[object]:
 
 
 def _one_object(path: Path) -> dict | None:
-    """Return the content of a file that is one JSON object; None for others and JSON lines, of one
-    record, too.
+    """Return the content of a file that is one JSON object.
+
+    It is None for other files and for JSON lines, even of one record.
     """
     with _opened(path) as stream:
         text = stream.readline(MAX_RECORD_BYTES)  # of JSON lines it is an object by itself
@@ -112,6 +115,7 @@ def _one_object(path: Path) -> dict | None:
             lines = iter(functools.partial(stream.readline, MAX_RECORD_BYTES), "")
             is_lines = path.suffix != ".json" or any(map(str.strip, lines))
             return None if is_lines else content
+        # the object goes on in the next line
         except (ValueError, RecursionError):
             if path.stat().st_size > MAX_COCO_BYTES:
                 return None
@@ -121,43 +125,34 @@ def _one_object(path: Path) -> dict | None:
 
 
 def _records_inside(content: dict) -> Iterator[object]:
-    """Yield the captions of COCO's object, the records of an object that holds them by id or in a
-    list, or itself.
-    """
-    images, annotations = content.get("images"), content.get("annotations")
-    objects = (
-        [one for one in annotations if isinstance(one, dict)]
-        if isinstance(annotations, list)
-        else []
-    )
-    if isinstance(images, list) and any("image_id" in one for one in objects):
-        yield from _coco_captions(content)
-        return
-    lists = list(filter(_are_objects, content.values()))
+    """Yield COCO's captions, the records that an object holds by id or in a list, or itself."""
+    images = content.get("images")
+    annotations = content.get("annotations")
+    if isinstance(images, list) and isinstance(annotations, list):
+        objects = [one for one in annotations if isinstance(one, dict)]
+        if any("image_id" in one for one in objects):
+            yield from _coco_captions(images, annotations)
+            return
+
+    lists = list(filter(are_objects, content.values()))
     if _KEYS_OF_A_RECORD & content.keys():
         yield content
     elif len(lists) == 1:
         yield from lists[0]
-    elif _are_objects(list(content.values())):
+    elif are_objects(list(content.values())):
         for identifier, record in content.items():
             yield {"id": identifier, **record}
     else:
         yield content
 
 
-def _are_objects(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(value, dict) for value in values)
-    )
-
-
-def _coco_captions(content: dict) -> Iterator[object]:
+def _coco_captions(images: list, annotations: list) -> Iterator[object]:
     """Yield {"id", "image", "caption"} of each annotation; `image` may be None."""
-    images = [image for image in content["images"] if isinstance(image, dict)]
-    names = {str(image.get("id")): image.get("file_name") for image in images}
-    for annotation in content["annotations"]:
+    names = {}
+    for image in images:
+        if isinstance(image, dict):
+            names[str(image.get("id"))] = image.get("file_name")
+    for annotation in annotations:
         if isinstance(annotation, dict):
             name = names.get(str(annotation.get("image_id")))
             yield {"id": annotation.get("id"), "image": name, "caption": annotation.get("caption")}
@@ -166,8 +161,9 @@ def _coco_captions(content: dict) -> Iterator[object]:
 
 
 def table_rows(path: Path) -> Iterator[object]:
-    """Yield each row as a dict of texts; as a list where its length is not that of the first
-    line.
+    """Yield each row as a dict of texts.
+
+    A row is a list where its length is not that of the first line.
     """
     csv.field_size_limit(MAX_RECORD_BYTES)
     separator = SEPARATORS[path.suffix.lower()]
@@ -186,8 +182,8 @@ def table_rows(path: Path) -> Iterator[object]:
             )
         if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
             needed = (
-                f"{path.suffix} has {separator!r}. Save it so, with quotes around "
-                "texts that hold one"
+                f"{path.suffix} has {separator!r}. "
+                "Save it so, with quotes around texts that hold one"
             )
             raise UserError(
                 f"{path}: its first line has {found[0]!r} between the columns, but {needed}"
@@ -196,21 +192,23 @@ def table_rows(path: Path) -> Iterator[object]:
         first = reader.line_num + 1
         for row in reader:
             fields = list(row.values())
-            texts = [field for field in [*fields, *(row.get(None) or ())] if isinstance(field, str)]
-            if separator == "\t" and any(
-                "\t" in text and ("\n" in text or "\r" in text) for text in texts
-            ):
+            # None stands for fields that a short row lacks, and is the key of those of a long one
+            is_whole = None not in row and None not in fields
+            if separator == "\t" and any(map(_spans_rows, [*fields, *row.get(None, ())])):
                 raise UserError(
                     f"{path}: line {first:,} has a field with a tab and a line break: "
-                    "probably a quote is not closed "
-                    f"and includes the rows that follow. {mend}"
+                    f"probably a quote is not closed and includes the rows that follow. {mend}"
                 )
-            yield row if None not in row and None not in fields else fields
+            yield row if is_whole else fields
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
             f"{path}: line {first:,} is not a row of a table ({error}). {mend}"
         ) from None
+
+
+def _spans_rows(field: object) -> bool:
+    return isinstance(field, str) and "\t" in field and ("\n" in field or "\r" in field)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,11 +1,10 @@
-"""A run of `mmtrain shard`: what goes into which shard, what becomes of each record, and what
---resume continues.
+"""A run of `mmtrain shard`: contents of each shard, fate of each record, --resume.
 
-rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a
-    size--> ShardJob
-ShardJob, FinishedShard --ShardStats--> rejected.jsonl, and dataset.json at the end
-                        --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for
-                            each finished shard
+rows of all sources --Validator: text checked, keys assigned--> candidates
+    --N, or as many as fit a size--> ShardJob
+ShardJob, FinishedShard
+    --ShardStats--> rejected.jsonl, and dataset.json at the end
+    --UnfinishedRun--> unfinished.jsonl: options and inputs, then a line for each finished shard
 
 The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so
 any number of workers, and a run that was interrupted, make the same shards. A run locks the folder:
@@ -20,6 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 
@@ -45,8 +45,9 @@ SUMMARY = "dataset.json"
 
 @dataclass(eq=False)
 class Validator:
-    """The jobs of all shards, in the files' order; a shard is full at `samples_per_shard` or
-    `shard_bytes`.
+    """The jobs of all shards, in the files' order.
+
+    A shard is full at `samples_per_shard` or `shard_bytes`.
     """
 
     sources: Sequence[Source]
@@ -61,29 +62,31 @@ class Validator:
 
     def __iter__(self) -> Iterator[ShardJob]:
         number = filled = text_rejections = 0
-        candidates: list[Candidate] = []
-        rejected: list[BadRecord] = []
+        candidates = []
+        rejected = []
         for record, (source, value) in enumerate(self._rows()):
             try:
                 adapted = source.adapter.adapt(value)
                 key = self._key(adapted.record, record)
             except BadSample as error:
-                identifier = value.get("id") if isinstance(value, dict) else None
-                if not isinstance(identifier, str | int):
-                    identifier = None
-                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
+                rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
                 continue
+
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
             candidate = Candidate(record, key, named.content, named.images, holds_images)
             size = self._size(candidate, adapted.images)
+
             if candidates and filled + size > self._full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
-                number, filled, candidates, rejected = number + 1, 0, [], []
+                number += 1
+                filled = 0
+                candidates = []
+                rejected = []
             candidates.append(candidate)
             filled += size
         if candidates or rejected:
@@ -121,7 +124,7 @@ class Validator:
             return 0
 
     def _key(self, record: Record, number: int) -> str:
-        key = sample_key(f"record-{number:08d}" if record.id is None else record.id)
+        key = sample_key(record.id or f"record-{number:08d}")
         if key not in self.keys:
             return key
         if not self.keep_duplicates:
@@ -135,10 +138,16 @@ class Validator:
                 return numbered
 
 
+def _identifier(row: object) -> str | int | None:
+    identifier = row.get("id") if isinstance(row, dict) else None
+    return identifier if isinstance(identifier, str | int) else None
+
+
 @dataclass(eq=False)
 class ShardStats:
-    """Counts what became of the records, in their order, and writes a line to rejected.jsonl for
-    each rejected one.
+    """Counts samples and rejected records, in the records' order.
+
+    Each rejected record becomes a line of rejected.jsonl.
     """
 
     validator: Validator
@@ -149,17 +158,18 @@ class ShardStats:
 
     @property
     def samples(self) -> int:
-        return sum(shard.samples for shard in self.shards)
+        return sum(self._each("samples"))
 
     @property
     def images(self) -> int:
-        return sum(shard.images for shard in self.shards)
+        return sum(self._each("images"))
+
+    def _each(self, name: str) -> list:
+        return list(map(attrgetter(name), self.shards))
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(
-            job.rejected + finished.rejected, key=lambda rejection: rejection.record
-        ):
+        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
             self._reject(rejection)
         self.shards.append(finished.shard)
 
@@ -178,48 +188,45 @@ class ShardStats:
             counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
             if self.reasons["missing_image"] == rejection.record + 1:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images "
-                    "says, the last is "
-                    f"{rejection.detail}. Name the folder that the records' names are relative to"
+                    f"the first {rejection.record + 1:,} images are not where --images says, "
+                    f"the last is {rejection.detail}. "
+                    "Name the folder that the records' names are relative to"
                 )
             raise UserError(
                 f"too many bad records: {self.reasons.total():,} of the first "
-                f"{rejection.record + 1:,} ({counts}), "
-                f"but {allowed:,} of {self.total:,} are allowed; the last is {rejection.reason}: "
-                f"{rejection.detail}. "
-                "Fix them, give rows that are not LLaVA's by --from, not --json, or raise "
-                "--max-reject-rate"
+                f"{rejection.record + 1:,} ({counts}), but {allowed:,} of {self.total:,} are "
+                f"allowed; the last is {rejection.reason}: {rejection.detail}. Fix them, "
+                "give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
             )
 
     def write_summary(self, out: Path, run: dict) -> None:
-        """Write dataset.json beside finished shards, with the options and inputs of `run`. Raises
-        OSError.
+        """Write dataset.json beside finished shards, with the options and inputs of `run`.
+
+        Raises OSError.
         """
-        tokens = [shard.text_tokens for shard in self.shards]
-        digests = "".join(shard.sha256 for shard in self.shards)
+        tokens = self._each("text_tokens")
+        digests = "".join(self._each("sha256"))
         content = {
             "format_version": 1,
             "records": self.total,
             "samples": self.samples,
             "images": self.images,
-            "image_pixels": sum(shard.image_pixels for shard in self.shards),
+            "image_pixels": sum(self._each("image_pixels")),
             "text_tokens": None if None in tokens else sum(tokens),
-            "bytes": sum(shard.bytes for shard in self.shards),
+            "bytes": sum(self._each("bytes")),
             "rejected": dict(sorted(self.reasons.items())),
             **run,
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
-            "shards": [asdict(shard) for shard in self.shards],
+            "shards": list(map(asdict, self.shards)),
         }
         write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
-    """Raise UserError for an output folder that holds shards, unless `resume` continues their
-    run.
-    """
+    """Raise UserError for a folder that holds shards, unless `resume` continues their run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file. Name a folder")
-    used = sorted(path.name for name in ("*.tar", SUMMARY) for path in out.glob(name))
+    used = sorted(path.name for path in [*out.glob("*.tar"), *out.glob(SUMMARY)])
     can_resume = (out / STATE).is_file() or SUMMARY in used
     if used and not (resume and can_resume):
         mend = "Continue with --resume" if can_resume else "Choose a new folder"
@@ -230,8 +237,9 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
 
 
 def is_finished(out: Path, run: dict) -> bool:
-    """Tell whether a folder holds the finished shards of this run; raises UserError for those of
-    another one.
+    """Tell whether a folder holds the finished shards of this run.
+
+    Raises UserError for those of another one.
     """
     file = out / SUMMARY
     if not file.is_file():
@@ -240,34 +248,32 @@ def is_finished(out: Path, run: dict) -> bool:
         summary = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         summary = {}
-    _refuse_another_run(run, summary if isinstance(summary, dict) else {}, file)
+    _refuse_another_run(run, summary, file)
     (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
     return True
 
 
 def _refuse_another_run(run: dict, earlier: dict, file: Path) -> None:
-    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of
-    `run`.
-    """
-    options = earlier.get("options")
-    was = (options if isinstance(options, dict) else {}) | {"inputs": earlier.get("inputs")}
-    now = run["options"] | {"inputs": run["inputs"]}
-    differ = [
-        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}"
-        for name, value in now.items()
-        if was.get(name) != value
-    ]
+    """Raise UserError unless `file` describes an `earlier` run with `run`'s options and inputs."""
+    try:
+        was = earlier["options"] | {"inputs": earlier["inputs"]}
+    except (LookupError, TypeError):  # another program's dataset.json
+        was = {}
+    differ = []
+    for name, value in {**run["options"], "inputs": run["inputs"]}.items():
+        if was.get(name) != value:
+            differ.append(f"{name} was {json.dumps(was.get(name))} and is {json.dumps(value)}")
     if differ:
         raise UserError(
             f"--resume: {file} is from another run: {'; '.join(differ)}. "
-            "Old and new shards would not form one data "
-            f"set. Use that run's options and files, or delete {file.parent} and start again"
+            "Old and new shards would not form one data set. "
+            f"Use that run's options and files, or delete {file.parent} and start again"
         )
 
 
 @dataclass
 class UnfinishedRun:
-    """What a run has finished of its shards; the rest of its folder is empty."""
+    """The finished shards of a run; the rest of its folder is empty."""
 
     out: Path
     finished: dict[int, FinishedShard]  # by an earlier run
@@ -275,7 +281,7 @@ class UnfinishedRun:
 
     def add(self, number: int, finished: FinishedShard) -> None:
         if number not in self.finished:
-            rejected = [astuple(entry) for entry in finished.rejected]
+            rejected = list(map(astuple, finished.rejected))
             self.lines.write(shard=number, written=asdict(finished.shard), rejected=rejected)
 
     def discard(self) -> None:
@@ -285,8 +291,9 @@ class UnfinishedRun:
 
 @contextlib.contextmanager
 def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun]:
-    """Lock the folder and take over the finished shards of an earlier run; raises UserError if
-    there is another run.
+    """Lock the folder and take over the finished shards of an earlier run.
+
+    Raises UserError if there is another run.
 
     When the block ends without error, the state is removed.
     """
@@ -301,15 +308,15 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
             ) from None
         if (out / SUMMARY).exists():
             raise UserError(f"--out {out}: another run has just ended here")
-        description, *shards = (list(recorded(state)) if resume else []) or [None]
-        if description is None:
-            state.unlink(missing_ok=True)
+        earlier = list(recorded(state)) if resume else []
+        if earlier:
+            _refuse_another_run(run, earlier[0], state)
         else:
-            _refuse_another_run(run, description, state)
-        finished = dict(_still_there(out, shards))
+            state.unlink(missing_ok=True)
+        finished = dict(_still_there(out, earlier[1:]))
         _remove_all_but(out, finished)
         lines = opened.enter_context(JsonLines(state))
-        if description is None:
+        if not earlier:
             lines.write(**run)
         opened.callback(_remove_leftovers, out)
         yield UnfinishedRun(out, finished, lines)
@@ -322,10 +329,8 @@ def _still_there(out: Path, lines: Iterable[dict]) -> Iterator[tuple[int, Finish
         shard = WrittenShard(**line["written"])
         tar = out / shard.file
         if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
-            yield (
-                line["shard"],
-                FinishedShard(shard, tuple(BadRecord(*entry) for entry in line["rejected"])),
-            )
+            rejected = tuple(BadRecord(*entry) for entry in line["rejected"])
+            yield line["shard"], FinishedShard(shard, rejected)
 
 
 def _remove_all_but(out: Path, kept: Mapping[int, FinishedShard]) -> None:

@@ -1,22 +1,19 @@
 """Read samples as other people write them: conversations about images.
 
-KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" |
-    "gpt", text), in
-whose texts each image has one <image> mark
+KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says-->
+    turns ("system" | "human" | "gpt", text); each image has one <image> mark in their texts
 
     llava        KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text},
-        ...]}, with all marks
-    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any of the
-        keys and names that
-                 are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of
-                     parts; "system" beside
+                 ...]}, with all marks
+    sharegpt     KEY.json {"messages" or "conversations": [...]}, role and content under any usual
+                 key and name (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of
+                 parts; "system" beside
     qa           KEY.json {"texts": [{"user": text, "assistant": text}, ...]}, as FineVision and
-        the_cauldron have them,
-                 or a question and an answer under QUESTION_KEYS and ANSWER_KEYS: texts, or lists of
-                     messages (TRL's),
-                 with Alpaca's "input" behind the question and a "history" of pairs before it
+                 the_cauldron have them, or a question and an answer under QUESTION_KEYS and
+                 ANSWER_KEYS: texts, or lists of messages (TRL's), with Alpaca's "input" behind the
+                 question and a "history" of pairs before it
     interleaved  KEY.json {"texts": [text or null, ...], "images": [null or image, ...]}, as OBELICS
-        has a web page
+                 has a web page
     caption      KEY.txt, KEY.caption, or a key of KEY.json
 
 Where a conversation has images and no mark, the marks are put before its first question, as LLaVA
@@ -25,6 +22,7 @@ writes them. Other samples raise BadSample.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -40,6 +38,7 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     UNREAD_KEYS,
     BadSample,
+    are_objects,
     held,
     is_given,
     judged_turns,
@@ -93,57 +92,67 @@ class SampleFormat:
     @property
     def reading(self) -> str:
         """Name under which an index holds the samples that this format cannot read."""
-        has_key = self.name == "caption" and self.caption_key is not None
-        return f"caption {compact_json(self.caption_key).decode()}" if has_key else self.name
+        if self.name == "caption" and self.caption_key is not None:
+            return f"caption {compact_json(self.caption_key).decode()}"
+        return self.name
 
     @property
     def wording(self) -> str:
-        """What the length of a text depends on, for its fingerprint; empty for LLaVA's own
-        format.
+        """The part of a text's fingerprint that this format decides.
+
+        Empty for LLaVA's own format.
         """
         if self.name == "llava":
             return ""
-        return compact_json(
-            [self.reading, self.caption_prompt if self.name == "caption" else None]
-        ).decode()
+        prompt = self.caption_prompt if self.name == "caption" else None
+        return compact_json([self.reading, prompt]).decode()
 
 
 LLAVA = SampleFormat()
-NAMES = tuple(name for name in get_args(SampleFormatName) if name != "auto")
+NAMES = get_args(SampleFormatName)[1:]  # without "auto"
 SEEN = 100  # samples that `auto` looks at
 # share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
 ENOUGH = 0.99
 
 
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
-    """Return the formats to try; not llava where it would ignore a system prompt, or a mark not to
-    supervise.
+    """Return the formats to try.
+
+    llava is left out where it would ignore a system prompt, or a mark not to supervise.
     """
-    return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
+    if any(map(_says_more_than_llava, records)):
+        return NAMES[1:]
+    return NAMES
 
 
 def best(read: Sequence[int], seen: int) -> int:
-    """Return the place of the first format that reads ENOUGH of the `seen` samples, or else the
-    most of them.
+    """Return the place of the first format that reads ENOUGH of the `seen` samples.
+
+    Where there is none, it is the one that reads most of them.
     """
-    enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
-    return next(enough, max(range(len(read)), key=read.__getitem__))
+    for place, count in enumerate(read):
+        if count >= ENOUGH * seen:
+            return place
+    return read.index(max(read))
 
 
 def text_suffix(reading: str, suffixes: Collection[str]) -> str:
-    """Return the suffix of the member that holds a sample's text, for a format of this
-    `reading`.
-    """
-    names = CAPTION_SUFFIXES if reading == "caption" else ()
-    return next((name for name in names if name in suffixes), "json")
+    """Return the suffix of the member with a sample's text, for a format's `reading`."""
+    if reading == "caption":
+        for suffix in CAPTION_SUFFIXES:
+            if suffix in suffixes:
+                return suffix
+    return "json"
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
-    """Return the turns of a sample from its members, bytes by lower-case suffix; raises
-    BadSample.
+    """Return the turns of a sample from its members, bytes by lower-case suffix.
+
+    Raises BadSample.
     """
     content = _caption(members, form) if form.name == "caption" else _record(members)
-    if not images and (unread := sorted(filter(_UNREAD_MEDIA.fullmatch, members))):
+    unread = sorted(filter(_UNREAD_MEDIA.fullmatch, members))
+    if unread and not images:
         seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
         needed = f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
         raise BadSample("image_count", f"{seen}; {needed}")
@@ -173,15 +182,18 @@ def llava_turns(record: object, images: int) -> Turns:
 
 
 def refuse_what_would_be_lost(
-    record: object, turns: Sequence[tuple[str, str]], images: int
+    record: object,
+    turns: Sequence[tuple[str, str]],
+    images: int,
 ) -> None:
-    """Raise BadSample for a record without marks that names other images than its sample has, or
-    marks of objects.
+    """Raise BadSample for a record that says more than its turns hold.
+
+    It has no marks and names other images than its sample has, or it has marks of objects.
     """
     named = len(first_held(record, IMAGE_KEYS))
     if not named:
-        messages = first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS))
-        named = sum(len(first_held(message, IMAGE_KEYS)) for message in messages)
+        for message in first_held(record, (*CONVERSATION_KEYS, *TEXTS_KEYS, *QUESTION_KEYS)):
+            named += len(first_held(message, IMAGE_KEYS))
     if named not in (0, images) and not _has_marks(turns):
         raise BadSample(
             "image_count", f"its record names {named} images, but the sample has {images}"
@@ -205,15 +217,16 @@ def refuse_unread(record: object) -> None:
 def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
     messages = first_held(record, CONVERSATION_KEYS)
-    if not messages or not all(isinstance(message, dict) for message in messages):
+    if not are_objects(messages):
         needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     return _conversation(record, messages, images)
 
 
 def _conversation(record: object, messages: Sequence[dict], images: int) -> Turns:
-    turns = [_turn(number, message) for number, message in enumerate(messages)]
-    if (system := _system_beside(record)) and turns[0][0] != "system":
+    turns = list(itertools.starmap(_turn, enumerate(messages)))
+    system = _system_beside(record)
+    if system and turns[0][0] != "system":
         turns.insert(0, ("system", _text(0, system)))
     refuse_what_would_be_lost(record, turns, images)
     return _with_marks(turns, images)
@@ -225,19 +238,22 @@ def qa_turns(record: object, images: int) -> Turns:
     Of several answers to one question, as annotators of VQA gave them, the most frequent is taken,
     or else the first; of numbers, which may be a box, only one that more than half of them are.
     """
+    messages = []
     pairs = first_held(record, TEXTS_KEYS)
-    if pairs and all(isinstance(pair, dict) for pair in pairs):
-        sides = [(pair, speaker) for pair in pairs for speaker in ("user", "assistant")]
-        turns = [{**pair, "role": speaker, "content": pair.get(speaker)} for pair, speaker in sides]
-        return _conversation(record, turns, images)
-    question, answer = _question(record), first_value(record, ANSWER_KEYS)
+    if are_objects(pairs):
+        for pair in pairs:
+            for role in ("user", "assistant"):
+                messages.append({**pair, "role": role, "content": pair.get(role)})
+        return _conversation(record, messages, images)
+
+    question = _question(record)
+    answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         needed = (
-            f"{' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, or texts of "
-            f"{{user, assistant}}"
+            f"{' or '.join(QUESTION_KEYS)} with "
+            f"{' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
         )
         raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
-    messages: list[dict] = []
     for pair in [*first_held(record, ("history",)), [question, answer]]:
         if not isinstance(pair, list) or len(pair) != 2:
             needed = "pairs of a question and its answer"
@@ -247,26 +263,22 @@ def qa_turns(record: object, images: int) -> Turns:
 
 
 def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one; raises
-    BadSample.
+    """Return a record's question, followed by Alpaca's `input` where it has one.
+
+    Raises BadSample.
     """
-    asked = (first_value(record, QUESTION_KEYS), first_value(record, ("input",)))
-    given = [value_text(value) for value in asked if value is not None]
-    if len(given) < 2:
-        return given[0] if given else None
-    if not all(isinstance(text, str) for text in given):
-        raise BadSample(
-            "non_text_value", f"its input is {short(given[1])}; write it into the question"
-        )
-    return "\n".join(given)
+    question = value_text(first_value(record, QUESTION_KEYS))
+    more = value_text(first_value(record, ("input",)))
+    if question is None or more is None:
+        return more if question is None else question
+    if not (isinstance(question, str) and isinstance(more, str)):
+        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
+    return f"{question}\n{more}"
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(
-            isinstance(message, dict) and any(key in message for key in ROLE_KEYS)
-            for message in value
-        ):
+        if all(map(_is_message, value)):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
@@ -290,9 +302,14 @@ def _messages(speaker: str, value: object) -> list[dict]:
     return [{"role": speaker, "content": value}]
 
 
+def _is_message(entry: object) -> bool:
+    return isinstance(entry, dict) and not entry.keys().isdisjoint(ROLE_KEYS)
+
+
 def _answer_text(entry: object) -> object:
-    """Return the text of one of several answers, which may be an object; a part of a message
-    stays.
+    """Return the text of one of several answers, which may be an object.
+
+    A part of a message stays.
     """
     if isinstance(entry, dict) and "type" not in entry:
         entry = entry.get("answer", entry.get("text"))
@@ -300,45 +317,48 @@ def _answer_text(entry: object) -> object:
 
 
 def interleaved_turns(record: object, images: int) -> Turns:
-    """Return a page as one answer, which holds its texts and images in their order; raises
-    BadSample.
+    """Return a page as one answer, which holds its texts and images in their order.
+
+    Raises BadSample.
 
     The images that it begins with are the question. Where the record lists no images, each null
     among the texts is one.
     """
-    texts, named = first_value(record, TEXTS_KEYS), first_value(record, ("images",))
-    if not isinstance(texts, list) or not all(
-        isinstance(value_text(text), str | None) for text in texts
-    ):
+    texts = first_value(record, TEXTS_KEYS)
+    is_page = isinstance(texts, list)
+    if is_page:
+        texts = list(map(value_text, texts))
+        is_page = all(isinstance(text, str | None) for text in texts)
+    if not is_page:
         needed = (
-            "it needs a list of texts and nulls under texts, and under images a list with "
-            "nulls for the texts"
+            "it needs a list of texts and nulls under texts, "
+            "and under images a list with nulls for the texts"
         )
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
-    named = [text is None for text in texts] if named is None else named
+    named = first_value(record, ("images",))
+    if named is None:
+        named = [text is None for text in texts]
     if not isinstance(named, list) or len(named) != len(texts):
         raise BadSample(
             "image_count", f"texts has {len(texts)} places; images must be a list of that length"
         )
-    pieces: list[str] = []
+
+    pieces = []
     for text, image in zip(texts, named, strict=True):
-        pieces += [IMAGE_MARK] * bool(held(image))
-        pieces += [
-            part for part in map(str.strip, (value_text(text) or "").split(_NEXT_PAGE)) if part
-        ]
-    leading = next(
-        (place for place, piece in enumerate(pieces) if piece != IMAGE_MARK), len(pieces)
-    )
-    turns = judged_turns(
-        [("human", "\n".join(pieces[:leading])), ("gpt", "\n\n".join(pieces[leading:]))]
-    )
+        if held(image):
+            pieces.append(IMAGE_MARK)
+        pieces += filter(None, map(str.strip, (text or "").split(_NEXT_PAGE)))
+    answer = list(itertools.dropwhile(IMAGE_MARK.__eq__, pieces))
+    question = pieces[: len(pieces) - len(answer)]
+    turns = judged_turns([("human", "\n".join(question)), ("gpt", "\n\n".join(answer))])
     refuse_wrong_image_count(turns, images)
     return turns
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
-    """Return the question `prompt` and the caption, a text or the first of several, as its answer;
-    raises BadSample.
+    """Return the question `prompt` with the caption as its answer.
+
+    The caption is a text, or the first of several. Raises BadSample.
     """
     if isinstance(caption, list) and caption:
         caption = caption[0]
@@ -355,21 +375,23 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 
 def first_value(record: object, keys: Iterable[str]) -> Any:
-    """Return a record's value under the first of the keys that has one, perhaps 0; None where there
-    is none.
+    """Return a record's value under the first of the keys that has one, perhaps 0.
+
+    It is None where there is none.
     """
-    return (
-        next((record[key] for key in keys if is_given(record.get(key))), None)
-        if isinstance(record, dict)
-        else None
-    )
+    if isinstance(record, dict):
+        for key in keys:
+            if is_given(record.get(key)):
+                return record[key]
+    return None
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the images, or whatever else a list may hold, under the first of the keys that holds
-    anything.
-    """
-    return next(filter(None, (held(first_value(record, (key,))) for key in keys)), [])
+    """Return the list under the first of the keys that holds anything, such as images."""
+    for key in keys:
+        if entries := held(first_value(record, (key,))):
+            return entries
+    return []
 
 
 def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
@@ -386,7 +408,9 @@ def _says_more_than_llava(record: object) -> bool:
 def _system_beside(record: object) -> Any:
     """Return the system prompt that is not among the turns: a text, or a list of parts."""
     system = first_value(record, ("system",))
-    return system.strip() and system if isinstance(system, str) else system
+    if isinstance(system, str) and not system.strip():
+        return None
+    return system
 
 
 def _masks(turn: dict) -> list[str]:
@@ -408,26 +432,19 @@ def _record(members: Mapping[str, bytes], reason: str = "no_json") -> object:
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
-        more = (
-            "; write one JSON value, not JSON lines" if str(error).startswith("Extra data") else ""
-        )
-        raise BadSample("not_json", f"{error}{more}") from None
+        mend = ""
+        if str(error).startswith("Extra data"):
+            mend = "; write one JSON value, not JSON lines"
+        raise BadSample("not_json", f"{error}{mend}") from None
 
 
 def dotted_keys(suffixes: Iterable[str]) -> str:
-    """Return what to do, for messages, where names of a sample's files have a dot in what was meant
-    as their key.
-    """
-    dotted = [
-        suffix
-        for suffix in suffixes
-        if suffix.endswith(tuple(f".{name}" for name in TEXT_SUFFIXES))
-    ]
-    return (
-        "; a key ends at the first dot of a name: write the tar with other characters for dots"
-        if dotted
-        else ""
-    )
+    """Return the remedy for messages where names of files have a dot in their key."""
+    endings = tuple(f".{name}" for name in TEXT_SUFFIXES)
+    if any(suffix.endswith(endings) for suffix in suffixes):
+        mend = "write the tar with other characters for dots"
+        return f"; a key ends at the first dot of a name: {mend}"
+    return ""
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
@@ -437,8 +454,12 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
             return members[suffix].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadSample("not_json", f"{suffix}: {error}") from None
-    names = CAPTION_KEYS if form.caption_key is None else (form.caption_key,)
-    record = _record(members, "no_caption" if form.caption_key is None else "no_json")
+    names: tuple[str, ...] = CAPTION_KEYS
+    reason = "no_caption"
+    if form.caption_key is not None:
+        names = (form.caption_key,)
+        reason = "no_json"
+    record = _record(members, reason)
     for name in names:
         if isinstance(record, dict) and name in record:
             return record[name]
@@ -458,49 +479,60 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
         )
     refuse_unread_parts(number, message)
     # The first that is given; else the first, as the empty question of an image.
-    content = max(
-        (message[key] for key in CONTENT_KEYS if key in message), key=is_given, default=None
-    )
-    return speaker, _text(number, content)
+    contents = [message[key] for key in CONTENT_KEYS if key in message]
+    return speaker, _text(number, max(contents, key=is_given, default=None))
 
 
 def _text(number: int, content: object) -> str:
-    """Return a message's content as text; an image in a list of parts becomes a mark on a line of
-    its own.
+    """Return a message's content as text.
+
+    An image in a list of parts becomes a mark on a line of its own.
     """
     parts = content if isinstance(content, list) else [value_text(content)]
     text = ""
     was_image = False
     for place, part in enumerate(parts):
-        fields = part if isinstance(part, dict) else {"text": part}
-        kind = fields.get("type", "text")
-        is_image = is_image_part(fields)
-        refuse_unread_parts(number, fields, ("text",) if is_image else IMAGE_PARTS)
-        piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
+        piece = part
+        is_image = False
         if isinstance(part, dict):
-            piece = value_text(piece)
+            is_image = is_image_part(part)
+            piece = _part_text(number, part, is_image)
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
-        text += "\n" + piece if place and (is_image or was_image) else piece
+        if place and (is_image or was_image):
+            text += "\n"
+        text += piece
         was_image = is_image
     return text
 
 
+def _part_text(number: int, part: dict, is_image: bool) -> object:
+    if is_image:
+        refuse_unread_parts(number, part, ("text",))
+        return IMAGE_MARK
+    refuse_unread_parts(number, part, IMAGE_PARTS)
+    return value_text(part.get("text")) if part.get("type", "text") in TEXT_PARTS else None
+
+
 def is_image_part(part: dict) -> bool:
-    """Tell whether a part of a content is an image, by its type or, as Qwen-VL writes parts, by its
-    key.
+    """Tell whether a part of a content is an image.
+
+    It says so by its type or, as Qwen-VL writes parts, by its key.
     """
     kind = part.get("type")
     return kind in IMAGE_PARTS or (kind is None and first_value(part, IMAGE_PARTS) is not None)
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns; if none has a mark, put the marks of all images before the first
-    question.
+    """Check the turns.
+
+    If none has a mark, put the marks of all images before the first question.
     """
-    first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
-    if first is not None and not _has_marks(turns):
-        turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])
+    if not _has_marks(turns):
+        for place, (speaker, text) in enumerate(turns):
+            if speaker == "human":
+                turns[place] = (speaker, f"{IMAGE_MARK}\n" * images + text)
+                break
     judged = judged_turns(turns)
     refuse_wrong_image_count(judged, images)
     return judged

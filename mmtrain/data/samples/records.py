@@ -37,15 +37,8 @@ ROLES = ("system", "human", "gpt")
 # starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff")
-_SUFFIX_OF = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "PNG": "png",
-    "WEBP": "webp",
-    "GIF": "gif",
-    "BMP": "bmp",
-    "TIFF": "tif",
-}
+_SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp",
+              "TIFF": "tif"}  # fmt: skip
 # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 WEBP_WEIGHT = 2
 MAX_IMAGE_BYTES = 64 << 20
@@ -71,14 +64,8 @@ UNREAD_KEYS = ("videos", "video", "audios", "audio", "tools", "functions")  # of
 # Begin the keys of a turn with what chat templates write beside its text: reasoning_content,
 # tool_calls, ...
 _UNREAD_BEGINNINGS = (
-    "video",
-    "audio",
-    "reasoning",
-    "thinking",
-    "thought",
-    "tool",
-    "function",
-    "refusal",
+    *("video", "audio", "reasoning", "thinking"),
+    *("thought", "tool", "function", "refusal"),
 )
 # In a question, what another trainer or processor replaces by an image, a video or sound. HTML
 # closes its <video>.
@@ -90,6 +77,7 @@ _BYTES = re.compile(r"<memory at 0x[0-9a-f]+>")
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/]{80,}=*")
 # of what has a length, and the end; in pixels there is none
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")
+_PNG_PIXELS = (b"IDAT", b"fcTL", b"fdAT")
 # what may hold an orientation
 _PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
@@ -151,10 +139,14 @@ def reason_lines(reasons: Counter[str]) -> list[str]:
     return table_lines((">", ""), rows) if reasons else []
 
 
+def listed_reasons(reasons: Counter[str], separator: str) -> str:
+    """Return the number of bad samples by reason as one line."""
+    listed = (f"{count:,} {code}: {REASONS[code]}" for code, count in reasons.most_common())
+    return separator.join(listed)
+
+
 class BadSample(Exception):  # noqa: N818
-    """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was
-    seen.
-    """
+    """A record or sample that cannot be trained on: a code of REASONS and a detail."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -185,17 +177,15 @@ def parse_record(value: object) -> Record:
             "too_many_bytes", f"{size:,} bytes of JSON; at most {MAX_RECORD_BYTES:,} are allowed"
         )
     identifier = value.get("id")
-    if not (
-        identifier is None
-        or (isinstance(identifier, str) and identifier)
-        or type(identifier) is int
-    ):
+    if type(identifier) is int:
+        identifier = str(identifier)
+    if identifier == "" or not isinstance(identifier, str | None):
         raise BadSample("bad_id", f"id is {short(identifier)}")
     images = held(value.get("image"))
     if not all(isinstance(name, str) and name for name in images):
         raise BadSample("bad_image_field", f"image is {short(value['image'])}")
     refuse_wrong_image_count(parse_turns(value), len(images))
-    return Record(value, None if identifier is None else str(identifier), tuple(images))
+    return Record(value, identifier, tuple(images))
 
 
 def record_json(record: dict) -> bytes:
@@ -211,22 +201,20 @@ def record_json(record: dict) -> bytes:
 
 
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
-    """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt,
-    human, gpt, ...
+    """Return the turns (speaker, text) of a conversation.
+
+    They are perhaps one from system, then human, gpt, human, gpt, ...
 
     Raises BadSample for every other form, and for what `judged_turns` refuses.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, dict) for turn in turns)
-    ):
+    if not are_objects(turns):
         needed = "it needs a list `conversations` of {from, value}"
         raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     read = []
     for number, turn in enumerate(turns):
-        speaker, text = turn.get("from"), value_text(turn.get("value"))
+        speaker = turn.get("from")
+        text = value_text(turn.get("value"))
         if speaker not in ROLES or (speaker == "system" and number > 0):
             raise BadSample("unknown_role", f"turn {number} is from {short(speaker)}")
         refuse_unread_parts(number, turn)
@@ -237,13 +225,21 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 
 
 def value_text(value: object) -> object:
-    """Return a number or a truth value as JSON writes it: 0, 0.5, true. NaN, infinity and other
-    values stay.
+    """Return a number or a truth value as JSON writes it: 0, 0.5, true.
+
+    NaN, infinity and other values stay.
     """
     if isinstance(value, int | float):
         with contextlib.suppress(ValueError):
             return json.dumps(value, allow_nan=False)
     return value
+
+
+def are_objects(value: object) -> bool:
+    """Tell whether a value is a list of objects, at least one."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, dict) for entry in value)
 
 
 def is_given(value: object) -> bool:
@@ -252,52 +248,54 @@ def is_given(value: object) -> bool:
 
 
 def held(field: object) -> list:
-    """Return the list of what a field holds; empty for "", [], [""], [null], {"bytes": b""} and
-    "[]".
+    """Return the list of what a field holds.
+
+    Empty for "", [], [""], [null], {"bytes": b""} and "[]".
     """
     field = unpacked(field)
     entries = field if isinstance(field, list) else [field]
     for entry in entries:
-        if any(entry.values() if isinstance(entry, dict) else [entry]):
+        if isinstance(entry, dict):
+            entry = any(entry.values())
+        if entry:
             return entries
     return []
 
 
 def unpacked(value: object) -> object:
-    """Parse a list of texts or objects that a table holds as JSON text; return others, as a box's
-    [0.1, 0.9], as is.
+    """Parse a list of texts or objects that a table holds as JSON text.
+
+    Return others, as a box's [0.1, 0.9], as is.
     """
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(value)
-            return (
-                parsed if all(isinstance(entry, str | dict | None) for entry in parsed) else value
-            )
+            if all(isinstance(entry, str | dict | None) for entry in parsed):
+                return parsed
     return value
 
 
 def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> None:
-    """Raise BadSample for a turn, or a part of one, that holds more than its text: reasoning, tool
-    calls, two texts.
+    """Raise BadSample for a turn, or a part of one, that holds more than its text.
+
+    That is reasoning, tool calls, or two texts.
 
     `unread` names more keys that must be empty. Numbers, as of reasoning tokens, are no text.
     """
     texts = [key for key in CONTENT_KEYS if is_given(turn.get(key))]
     more = [key for key in texts[1:] if turn[key] != turn[texts[0]]]
     for key, value in turn.items():
-        if (
-            isinstance(value, str | list | dict)
-            and key.startswith((*unread, *_UNREAD_BEGINNINGS))
-            and held(value)
-        ):
+        is_unread = key.startswith((*unread, *_UNREAD_BEGINNINGS))
+        if is_unread and isinstance(value, str | list | dict) and held(value):
             more.append(key)
     if more:
         raise BadSample("unread_part", f"turn {number} has {more[0]}: {short(turn[more[0]])}")
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return turns (speaker of ROLES, text) that form a trainable conversation of limited length;
-    raises BadSample.
+    """Return turns that form a trainable conversation of limited length.
+
+    A turn is (speaker of ROLES, text). Raises BadSample.
     """
     if len(turns) > MAX_TURNS:
         raise BadSample("too_long", f"{len(turns):,} turns; at most {MAX_TURNS:,} are allowed")
@@ -345,19 +343,25 @@ def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> N
 
 
 def image_file(folder: Path, name: str) -> Path:
-    """Return the file of an image's name: as written, else with slashes for back slashes, or in NFC
-    or NFD.
+    """Return the file of an image's name.
+
+    The name is tried as written, with slashes for back slashes, in NFC and in NFD.
     """
     slashes = name.replace("\\", "/")
-    names = (name, slashes, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
-    return next(filter(Path.exists, map(folder.joinpath, names)), folder / name)
+    composed = unicodedata.normalize("NFC", slashes)
+    decomposed = unicodedata.normalize("NFD", slashes)
+    files = map(folder.joinpath, (name, slashes, composed, decomposed))
+    return next(filter(Path.exists, files), folder / name)
 
 
 def read_image(
-    folder: Path | None, name: str, max_pixels: int = MAX_IMAGE_PIXELS
+    folder: Path | None,
+    name: str,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[str, bytes]:
-    """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without
-    links.
+    """Return lower-case suffix and bytes of an image file in `folder`.
+
+    The folder is an absolute path without links.
 
     The image is decoded to its end, after its size in bytes and pixels was checked. Raises
     BadSample.
@@ -378,11 +382,9 @@ def read_image(
                 "outside_images", f"{name}: leads out of the images folder, to {path}; {mend}"
             )
         if not path.exists():
-            seen = (
-                "a link to a file that is not there"
-                if file.is_symlink()
-                else "no such file in the images folder"
-            )
+            seen = "no such file in the images folder"
+            if file.is_symlink():
+                seen = "a link to a file that is not there"
             raise BadSample("missing_image", f"{name}: {seen}")
         if not path.is_file():  # reading a named pipe would wait for ever
             raise BadSample("unreadable_image", f"{name}: is not a regular file")
@@ -396,10 +398,13 @@ def read_image(
 
 
 def checked_image(
-    name: str, content: memoryview, max_pixels: int = MAX_IMAGE_PIXELS
+    name: str,
+    content: memoryview,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[str, bytes]:
-    """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as
-    `read_image` does.
+    """Return suffix, by its content, and bytes of an image that a row holds.
+
+    Raises BadSample as `read_image` does.
     """
     _refuse_large(name, content.nbytes)
     image = bytes(content)
@@ -428,8 +433,9 @@ def _decode(name: str, content: bytes, max_pixels: int) -> str:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Open a Pillow image by its header; raises BadSample for other files, too many pixels, and
-    `refuse_unreadable`'s.
+    """Open a Pillow image by its header.
+
+    Raises BadSample for other files, too many pixels, and `refuse_unreadable`'s.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it
     and a PNG MAX_PARTS.
@@ -447,20 +453,24 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
         raise BadSample("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
         raise BadSample("undecodable_image", str(error)) from None
-    allowed = max_pixels // WEBP_WEIGHT if image.format == "WEBP" else max_pixels
-    if image.width * image.height > allowed:
-        of_webp = " of WebP" if image.format == "WEBP" else ""
+
+    pixels = "pixels"
+    if image.format == "WEBP":
+        pixels = "pixels of WebP"
+        max_pixels //= WEBP_WEIGHT
+    if image.width * image.height > max_pixels:
         raise BadSample(
             "too_many_pixels",
-            f"{image.width} x {image.height} pixels{of_webp}; at most {allowed:,} are allowed",
+            f"{image.width} x {image.height} {pixels}; at most {max_pixels:,} are allowed",
         )
     refuse_unreadable(image)
     return image
 
 
 def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
-    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE once it is `scale`
-    times as long.
+    """Raise BadSample for pixels of unknown range, and for a side over MAX_SIDE.
+
+    The side counts once it is `scale` times as long.
     """
     if image.mode in _UNREAD_MODES:
         seen = f"its pixels (Pillow's mode {image.mode}) have no known range"
@@ -473,14 +483,15 @@ def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
 
 
 def _refuse_much_work(content: bytes) -> None:
-    """Raise BadSample for a JPEG or PNG of more parts than allowed; Pillow spends time on each
-    before any pixel.
+    """Raise BadSample for a JPEG or PNG of more parts than allowed.
+
+    Pillow spends time on each before any pixel.
     """
     parts: Iterable[bytes] = ()
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
     elif content.startswith(b"\x89PNG"):
-        parts = (kind for kind in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
+        parts = itertools.filterfalse(_PNG_PIXELS.__contains__, _png_chunks(content))
     counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
@@ -491,8 +502,9 @@ def _refuse_much_work(content: bytes) -> None:
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:
-    """Yield the markers of a JPEG's segments, up to its end, without those inside a segment, of a
-    thumbnail.
+    """Yield the markers of a JPEG's segments, up to its end.
+
+    Those of a thumbnail, inside a segment, are left out.
     """
     at = 0
     while (marker := _JPEG_MARKER.search(content, at)) and marker[0] != b"\xff\xd9":
@@ -525,12 +537,13 @@ def image_size(content: bytes) -> tuple[int, int]:
             if any(content.find(name, pixels) >= 0 for name in _PNG_METADATA):
                 with contextlib.suppress(*DECODE_ERRORS):  # the image is rejected when it is used
                     image.load()
-        return (height, width) if orientation(image) >= 5 else (width, height)
+        if orientation(image) >= 5:  # turned by 90 degrees
+            return height, width
+        return width, height
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata that Pillow has read so
-    far.
+    """Return the EXIF orientation, 1 or a key of TURNS, in the metadata read so far.
 
     PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's;
     blocks that these cannot read leave the picture as it is.
@@ -546,11 +559,9 @@ def orientation(image: Image.Image) -> int:
 
 def keys_or_value(record: object) -> str:
     """Say what a record is, for messages: its keys, or the value that is no object."""
-    return (
-        f"its keys are {', '.join(map(str, record))[:200]}"
-        if isinstance(record, dict)
-        else f"it is {short(record)}"
-    )
+    if isinstance(record, dict):
+        return f"its keys are {', '.join(map(str, record))[:200]}"
+    return f"it is {short(record)}"
 
 
 def short(value: object) -> str:

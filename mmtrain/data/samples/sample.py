@@ -37,20 +37,25 @@ class Sample:
     def where(self) -> str:
         return f"{self.shard}: sample {escape(self.key)}"
 
+    def quarantined(self, error: BadSample) -> QuarantinedSample:
+        return QuarantinedSample(self.key, self.shard, self.offset, error.reason, error.detail)
+
 
 def without_images(sample: Sample) -> Sample:
-    """Return a sample's text alone: turns with <image> marks lose them, and the white space at
-    their ends.
+    """Return a sample's text alone.
+
+    Turns with <image> marks lose them, and the white space at their ends.
 
     Raises BadSample for an answer that was nothing else.
     """
-    turns = tuple(
-        (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text)
-        for who, text in sample.turns
-    )
-    if any(who == "gpt" and not text for who, text in turns):
+    turns = []
+    for speaker, text in sample.turns:
+        if IMAGE_MARK in text:
+            text = text.replace(IMAGE_MARK, "").strip()
+        turns.append((speaker, text))
+    if ("gpt", "") in turns:
         raise BadSample("no_answer", f"an answer is empty without its {IMAGE_MARK} marks")
-    return replace(sample, turns=turns, images=(), sizes=())
+    return replace(sample, turns=tuple(turns), images=(), sizes=())
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ class QuarantinedSample:
 
 
 def image_number(suffix: str) -> int | None:
-    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`;
+    """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`.
+
     None if none.
     """
     match = _IMAGE_SUFFIX.fullmatch(suffix)
@@ -99,19 +105,20 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg,
     ... without a gap.
     """
-    numbered = sorted(
-        (number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None
-    )
-    numbers, names = [number for number, _ in numbered], [suffix for _, suffix in numbered]
-    if numbers != list(range(len(numbers))) or (
-        len(names) > 1 and not all(name[0].isdigit() for name in names)
-    ):
-        raise BadSample("image_names", f"it has {', '.join(names)}{dotted_keys(suffixes)}")
-    return names
+    images = [suffix for suffix in suffixes if image_number(suffix) is not None]
+    images.sort(key=lambda suffix: (image_number(suffix), suffix))
+    has_gap = list(map(image_number, images)) != list(range(len(images)))
+    if has_gap or (len(images) > 1 and not images[0][0].isdigit()):
+        raise BadSample("image_names", f"it has {', '.join(images)}{dotted_keys(suffixes)}")
+    return images
 
 
 def read_sample(
-    key: str, shard: str, members: Mapping[str, bytes], offset: int = 0, form: SampleFormat = LLAVA
+    key: str,
+    shard: str,
+    members: Mapping[str, bytes],
+    offset: int = 0,
+    form: SampleFormat = LLAVA,
 ) -> Sample:
     """Read a sample from a shard's members, bytes by lower-case suffix; raises BadSample."""
     images = tuple(members[suffix] for suffix in image_suffixes(members))

@@ -16,6 +16,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -49,25 +50,30 @@ class PlainTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: ImageLayout,
+        vocab_size: int,
     ) -> None:
-        """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never
-        end.
+        """Open it; raises UserError for a tokenizer without EOS.
+
+        The LLM would be taught captions that never end.
         """
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "data.template: plain ends captions with the EOS token, but the tokenizer of "
-                f"{tokenizer.name_or_path} "
-                "has none. Set eos_token in its tokenizer_config.json"
+                f"{tokenizer.name_or_path} has none. Set eos_token in its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
         self.layout = layout
         self.vocab_size = vocab_size
-        bos = tokenizer.bos_token_id
+        self.prefix: list[int] = []
         with panics_told(tokenizer.name_or_path):
-            self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
+            first = tokenizer("a").input_ids[:1]
+        if first == [tokenizer.bos_token_id]:
+            self.prefix = first
         special = tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer)))
-        self.special_texts = any_of([text for text in special if text != IMAGE_MARK])
+        self.special_texts = any_of(filter(IMAGE_MARK.__ne__, special))
         _refuse_missing_marks(tokenizer, layout)
         self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else tokenizer
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
@@ -76,25 +82,27 @@ class PlainTemplate:
         except BadSample as error:
             raise UserError(
                 f"data.template=plain: {error.detail}. "
-                "Put another tokenizer into the model's folder, or set "
-                "model.vision.layout=square"
+                "Put another tokenizer into the model's folder, or set model.vision.layout=square"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample if it is not one question and one answer of mere
-        text.
+        """Tokenize a sample.
+
+        Raises BadSample if it is not one question and one answer of mere text.
         """
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
             seen = (
-                f"it has {len(speakers) // 2} questions and answers, which data.template=chat "
-                "or llava_v1 takes"
+                f"it has {len(speakers) // 2} questions and answers, "
+                "which data.template=chat or llava_v1 takes"
             )
             raise BadSample(
                 "template", f"the plain template takes one question and one answer; {seen}"
             )
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
+
+        # All images that the question has come first, those inside the caption in their places.
         texts = caption.split(IMAGE_MARK)
         tilings = tilings_of(sample, self.layout)
         before = len(tilings) - len(texts) + 1
@@ -109,8 +117,9 @@ class PlainTemplate:
         return _document(sample, tilings, [*input_ids, end], [*labels, end], self)
 
     def _images(self, tilings: Sequence[Tiling]) -> list[int]:
-        """Tokens of all images with the texts around them, which are tokenized together, as stock
-        processors do.
+        """Return the tokens of all images with the texts around them.
+
+        They are tokenized together, as stock processors do.
         """
         text, runs = _text_and_runs(self.layout, tilings)
         if text == IMAGE_MARK * len(runs):
@@ -126,8 +135,7 @@ class PlainTemplate:
 
 
 class ChatTemplate:
-    """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer
-    supervised.
+    """A template in Jinja, the tokenizer's own or another: all turns, every answer supervised.
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then
     each <image> token becomes the positions that the layout gives it. Tokens that overlap an
@@ -146,16 +154,16 @@ class ChatTemplate:
         vocab_size: int,
         template: str = "chat",
     ) -> None:
-        """Raises UserError for a tokenizer without chat template or character offsets, and for an
-        unfit template.
+        """Open it; raises UserError for an unfit tokenizer or template.
+
+        A tokenizer needs a chat template and character offsets.
         """
         self.name = tokenizer.name_or_path
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: {called} finds answers by character offsets, but the tokenizer "
-                f"of {self.name} "
-                f"({type(tokenizer).__name__}) has none. "
+                f"data.template: {called} finds answers by character offsets, "
+                f"but the tokenizer of {self.name} ({type(tokenizer).__name__}) has none. "
                 "Save a fast one (tokenizer.json) into the model's folder, or, "
                 "for captions of images, set data.template=plain"
             )
@@ -184,8 +192,9 @@ class ChatTemplate:
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises BadSample for turns that cannot be written and masked
-        faithfully.
+        """Tokenize a sample.
+
+        Raises BadSample for turns that cannot be written and masked faithfully.
         """
         _refuse_special(self.special_texts, sample.turns, self.name)
         tilings = tilings_of(sample, self.layout)
@@ -197,38 +206,43 @@ class ChatTemplate:
         if self.layout.prompt_text != IMAGE_MARK:
             turns = [(speaker, BREAKS.sub(IMAGE_MARK, text)) for speaker, text in turns]
         text, spans = self.chat.write(turns)
-        images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
-        text, spans, around = _wrapped(text, spans, [written for written, _ in images])
-        positions = list(itertools.chain.from_iterable(runs for _, runs in images))
+        images = []
+        positions = []
+        for tiling in tilings:
+            written, runs = _text_and_runs(self.layout, (tiling,))
+            images.append(written)
+            positions += runs
+        text, spans, around = _wrapped(text, spans, images)
         encoding = self._encoded(text)
-        ids, offsets = encoding.ids, encoding.offsets
+        ids = encoding.ids
+        offsets = encoding.offsets
         _refuse_unread_marks(ids, self.image_id, positions, self.name)
         in_answer = _overlapping(ids, offsets, spans, self.added_ids)
-        last = [
-            token
-            for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True)
-            if now > after
-        ]
-        if in_answer[0] or len(last) != len(spans):
+        answers = []  # places of their tokens
+        for is_answer, places in itertools.groupby(range(len(ids)), in_answer.__getitem__):
+            if is_answer:
+                answers.append(list(places))
+        if in_answer[0] or len(answers) != len(spans):
             raise self.chat.unfit(
-                "writes nothing before an answer, or nothing between two, so answers "
-                "cannot be found",
+                "writes nothing before an answer, "
+                "or nothing between two, so answers cannot be found",
                 "puts a mark there",
             )
-        for token in last:
-            if token not in self.end_marks:
-                end = self.tokenizer.decode([token])
+        for places in answers:
+            last = ids[places[-1]]
+            if last not in self.end_marks:
+                end = self.tokenizer.decode([last])
                 raise self.chat.unfit(
                     f"ends an answer with {end!r}, which is no special end token: "
                     "the model would never learn to stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
-        firsts = [place for place, now in enumerate(in_answer) if now and not in_answer[place - 1]]
-        for (begin, _), first in zip(spans, firsts, strict=True):
+
+        for (begin, _), (first, *_) in zip(spans, answers, strict=True):
             # What stands before an added token does not change how the text behind it is tokenized.
-            at = next(
-                (place for place in reversed(range(first)) if ids[place] in self.added_ids), 0
-            )
+            at = first - 1
+            while at > 0 and ids[at] not in self.added_ids:
+                at -= 1
             start = offsets[at][0] if at else 0
             if ids[at:first] != self._encoded(text[start:begin]).ids:
                 ids, offsets = self._apart(text, spans, begin, encoding.ids)
@@ -243,23 +257,29 @@ class ChatTemplate:
             return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
     def _apart(
-        self, text: str, spans: Sequence[Span], begin: int, joined: list[int]
+        self,
+        text: str,
+        spans: Sequence[Span],
+        begin: int,
+        joined: list[int],
     ) -> tuple[list[int], list[Span]]:
-        """Return ids and offsets of the prompt, which ends at `begin`, and of its answer, each
-        tokenized alone.
+        """Return ids and offsets of the prompt and of its answer, each tokenized alone.
+
+        The prompt ends at `begin`.
 
         Raises BadSample where another answer follows, and where they do not write what the text's
         `joined` tokens do.
         """
         # no begin of a text
-        prompt, answer = self._encoded(text[:begin]), self._encoded(IMAGE_MARK + text[begin:])
-        ids, decode = prompt.ids + answer.ids[1:], self.tokenizer.backend_tokenizer.decode
+        prompt = self._encoded(text[:begin])
+        answer = self._encoded(IMAGE_MARK + text[begin:])
+        ids = prompt.ids + answer.ids[1:]
+        decode = self.tokenizer.backend_tokenizer.decode
         if begin < spans[-1][0] or decode(ids) != decode(joined):
             raise self.chat.unfit(
-                f"ends a prompt with {text[:begin][-20:]!r}, which the tokenizer reads "
-                "otherwise before "
-                f"{text[begin : begin + 20]!r}: this answer would be learnt behind another "
-                "prompt than is asked",
+                f"ends a prompt with {text[:begin][-20:]!r}, "
+                f"which the tokenizer reads otherwise before {text[begin : begin + 20]!r}: "
+                "this answer would be learnt behind another prompt than is asked",
                 "ends prompts with a special token, or remove what the answer begins with",
             )
         moved = begin - len(IMAGE_MARK)
@@ -271,10 +291,14 @@ Template = PlainTemplate | ChatTemplate
 
 
 def make_template(
-    template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int
+    template: str,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: ImageLayout,
+    vocab_size: int,
 ) -> Template:
-    """Return the template of a `data.template`; raises UserError for a tokenizer that it does not
-    fit.
+    """Return the template of a `data.template`.
+
+    Raises UserError for a tokenizer that it does not fit.
     """
     if template == "plain":
         return PlainTemplate(tokenizer, layout, vocab_size)
@@ -282,8 +306,9 @@ def make_template(
 
 
 def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
-    """Return the tiling of each of a sample's images; raises BadSample for one that cannot be
-    cut.
+    """Return the tiling of each of a sample's images.
+
+    Raises BadSample for one that cannot be cut.
     """
     images = len(sample.images)
     assert len(sample.sizes) == images or not layout.is_sized, (
@@ -297,39 +322,50 @@ def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
 
 def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
     """Return the text of images, with <image> for each run of positions, and the runs' lengths."""
-    pieces = [piece for tiling in tilings for piece in layout.pieces(tiling)]
-    runs = [piece for piece in pieces if isinstance(piece, int)]
-    return "".join(IMAGE_MARK if isinstance(piece, int) else piece for piece in pieces), runs
+    text = ""
+    runs = []
+    for piece in itertools.chain.from_iterable(map(layout.pieces, tilings)):
+        if isinstance(piece, int):
+            runs.append(piece)
+            piece = IMAGE_MARK
+        text += piece
+    return text, runs
 
 
 def _expanded(
-    ids: Sequence[int], supervised: Sequence[bool], image_id: int, runs: Sequence[int]
+    ids: Sequence[int],
+    supervised: Sequence[bool],
+    image_id: int,
+    runs: Sequence[int],
 ) -> tuple[list[int], list[int]]:
     """Return input_ids and labels, with the positions of a run in place of each <image> token."""
     lengths = iter(runs)
-    input_ids: list[int] = []
-    labels: list[int] = []
+    input_ids = []
+    labels = []
     for token, is_supervised in zip(ids, supervised, strict=True):
+        positions = 1
+        label = token if is_supervised else IGNORE
         if token == image_id:
             positions = next(lengths)
-            input_ids += [IMAGE_POSITION] * positions
-            labels += [IGNORE] * positions
-        else:
-            input_ids.append(token)
-            labels.append(token if is_supervised else IGNORE)
+            token = IMAGE_POSITION
+            label = IGNORE
+        input_ids += [token] * positions
+        labels += [label] * positions
     return input_ids, labels
 
 
 def _refuse_unread_marks(
-    ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str
+    ids: Sequence[int],
+    image_id: int,
+    runs: Sequence[int],
+    tokenizer: str,
 ) -> None:
     if (read := ids.count(image_id)) != len(runs):
         raise BadSample(
             "template",
-            f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} "
-            f"{IMAGE_MARK} tokens in their "
-            f"text; {IMAGE_MARK} must be an added token with normalized: "
-            "false and single_word: false",
+            f"{len(runs)} images or tiles, "
+            f"but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their text; "
+            f"{IMAGE_MARK} must be an added token with normalized: false and single_word: false",
         )
 
 
@@ -343,18 +379,20 @@ def _document(
     """Shift the labels; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
-            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token "
-            f"{max(input_ids)}, but "
-            f"the model's embedding has {template.vocab_size} rows: they do not belong together"
+            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} "
+            f"makes token {max(input_ids)}, "
+            f"but the model's embedding has {template.vocab_size} rows: they do not belong together"
         )
     return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added = tokenizer.added_tokens_decoder
-    # of an empty text, as exports name marks that they do not write
-    named = set(tokenizer.all_special_ids) - {None}
-    return {token for token in added if added[token].special} | named
+    # None is of an empty text, as exports name marks that they do not write
+    special = set(tokenizer.all_special_ids) - {None}
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            special.add(token)
+    return special
 
 
 def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
@@ -362,8 +400,8 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
         if mark := special_texts.search(text):
             raise BadSample(
                 "template",
-                f"a turn from {speaker} holds {mark[0]!r}, a special token of {tokenizer}, which "
-                "could end the turn",
+                f"a turn from {speaker} holds {mark[0]!r}, "
+                f"a special token of {tokenizer}, which could end the turn",
             )
 
 
@@ -373,34 +411,44 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 
 
-def _wrapped(
-    text: str, spans: list[Span], images: Sequence[str]
-) -> tuple[str, list[Span], list[Span]]:
-    """Write images' texts in place of <image> marks; return the text, the moved spans, the images'
-    spans.
+def _wrapped(text: str, spans: list[Span], images: list[str]) -> tuple[str, list[Span], list[Span]]:
+    """Write images' texts in place of <image> marks.
+
+    Return the text, the moved spans, the images' spans.
     """
-    marks = [mark.start() for mark in re.finditer(re.escape(IMAGE_MARK), text)]
+    marks = [mark.start() for mark in re.finditer(IMAGE_MARK, text)]
     if len(marks) != len(images):
         raise BadSample(
             "template", f"{len(images)} images, but the template writes {len(marks)} {IMAGE_MARK}"
         )
-    if all(image == IMAGE_MARK for image in images):
+    if images == [IMAGE_MARK] * len(marks):
         return text, spans, []
-    grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
-    moved = [tuple(at + grown[bisect_left(marks, at)] for at in span) for span in spans]
-    around = [(at + grown[n], at + grown[n] + len(images[n])) for n, at in enumerate(marks)]
+
+    around = []
+    grown = [0]  # by the first n images
+    for mark, image in zip(marks, images, strict=True):
+        begin = mark + grown[-1]
+        around.append((begin, begin + len(image)))
+        grown.append(grown[-1] + len(image) - len(IMAGE_MARK))
+
+    def moved(at: int) -> int:
+        return at + grown[bisect_left(marks, at)]
+
     texts = iter(images)
-    return re.sub(re.escape(IMAGE_MARK), lambda _: next(texts), text), moved, around
+    text = re.sub(IMAGE_MARK, lambda _: next(texts), text)
+    return text, [(moved(begin), moved(end)) for begin, end in spans], around
 
 
 def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTokenizerBase:
-    """Return a copy that reads each of `marks` as one token. A new one gets the lowest id that no
-    token has.
+    """Return a copy that reads each of `marks` as one token.
+
+    A new one gets the lowest id that no token has.
 
     The libraries take the number of tokens for its id, which another token has where the vocabulary
     has holes.
     """
-    copied, vocabulary = copy.deepcopy(tokenizer), tokenizer.get_vocab()
+    copied = copy.deepcopy(tokenizer)
+    vocabulary = tokenizer.get_vocab()
     copied("")  # switches off the truncation and padding that tokenizer.json may ask for
     new = [mark for mark in marks if mark not in vocabulary]
     if isinstance(copied, PreTrainedTokenizerFast) and max(vocabulary.values()) >= len(copied):
@@ -416,7 +464,10 @@ def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTok
 
 
 def _overlapping(
-    ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]
+    ids: Sequence[int],
+    offsets: Sequence[Span],
+    spans: Sequence[Span],
+    added_ids: set[int],
 ) -> list[bool]:
     """Tell for each token whether it overlaps a span of the text; spans are in order and apart.
 
@@ -424,16 +475,17 @@ def _overlapping(
     the token. An added token that begins before a span is not in it, though it may swallow white
     space there (Phi 3's rstrip).
     """
-    begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
     result = []
     previous_end = 0
     for token, (start, end) in zip(ids, offsets, strict=True):
         begin = previous_end if start == end else start
-        nearest = bisect_right(ends, begin)  # the first span that ends behind the token's begin
-        result.append(
-            nearest < len(spans)
-            and (begin >= begins[nearest] or (end > begins[nearest] and token not in added_ids))
-        )
+        # the first span that ends behind the token's begin
+        nearest = bisect_right(spans, begin, key=itemgetter(1))
+        is_inside = False
+        if nearest < len(spans):
+            first = spans[nearest][0]
+            is_inside = begin >= first or (end > first and token not in added_ids)
+        result.append(is_inside)
         previous_end = end
     return result
 
@@ -451,19 +503,25 @@ class TextCounter:
         self.arguments = tokenizer_path, template, layout, form
         self.form = form  # of the samples that are counted
         self.fingerprint = text_fingerprint(
-            model_folder(tokenizer_path), template, layout.texts, form.wording
+            model_folder(tokenizer_path),
+            template,
+            layout.texts,
+            form.wording,
         )
         self.layout = layout.of_texts
         # The tokens' number does not depend on the size of the embedding.
         self.template = make_template(
-            template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize
+            template,
+            load_tokenizer(tokenizer_path),
+            self.layout,
+            sys.maxsize,
         )
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
-        input_ids = self.template(
-            without_images(sample) if self.layout.strips else sample
-        ).input_ids
+        if self.layout.strips:
+            sample = without_images(sample)
+        input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
     def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
@@ -471,8 +529,9 @@ class TextCounter:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in an LLM's folder; raises UserError where there is none that can be
-    read.
+    """Return the tokenizer in an LLM's folder.
+
+    Raises UserError where there is none that can be read.
     """
     folder = model_folder(path)
     settings = folder / "tokenizer_config.json"

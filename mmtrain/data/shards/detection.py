@@ -1,8 +1,7 @@
-"""Detect the format of a data set's samples by its first ones, and refuse shards that it cannot
-read.
+"""Detect a data set's format by its first samples, and refuse shards that it cannot read.
 
-shards --headers, and texts of the first SEEN samples--> samples that each format reads -->
-    SampleFormat
+shards --headers, and texts of the first SEEN samples-->
+    samples that each format reads --> SampleFormat
 indexed shards --> those in which no sample can be trained on
 """
 
@@ -12,7 +11,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
@@ -32,7 +30,7 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, BadSample
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
@@ -51,8 +49,9 @@ def sample_format(
     shards: Sequence[Path],
     key: str,
 ) -> SampleFormat:
-    """Return the format of this name; for `auto` the `best` of the `candidates` on the first
-    samples, and log it.
+    """Return the format of this name.
+
+    For `auto` the `best` of the `candidates` on the first samples, and log it.
 
     `key` is the configuration's name for the shards. Raises UserError where no format reads any
     sample.
@@ -62,69 +61,78 @@ def sample_format(
     first = _first_samples(shards, key)
     records = [record for record in map(json_record, first) if isinstance(record, dict)]
     forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
-    faults = [
-        [fault for members in first if (fault := _fault(members, form)) is not None]
-        for form in forms
-    ]
+    faults = []
+    for form in forms:
+        judged = (_fault(members, form) for members in first)
+        faults.append(list(filter(None, judged)))
     counts = [len(first) - len(of_form) for of_form in faults]
-    form = forms[best(counts, len(first))]
-    readable = counts[forms.index(form)]
+    choice = best(counts, len(first))
+    form = forms[choice]
+    readable = counts[choice]
     if not readable:
         _refuse_scattered(shards[0])
         lines = [
-            f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in "
-            "a known format:"
+            f"{key}: none of the first {len(first)} samples of {shards[0]} "
+            "can be read in a known format:"
         ]
         for form, of_form in zip(forms, faults, strict=True):
-            reason, count = Counter(fault.reason for fault in of_form).most_common(1)[0]
-            example = next(fault.detail for fault in of_form if fault.reason == reason)
-            lines.append(f"{form.name}: {count} {reason}: {escape(example)}")
+            lines.append(f"{form.name}: {_most_frequent(of_form)}")
         lines.append(
             "Captions under another key of KEY.json need data.caption_key; "
             "mmtrain shard makes shards of other data"
         )
         raise UserError("\n  ".join(lines))
-    (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
+
+    suffixes = Counter(text_suffix(form.reading, members) for members in first)
+    suffix, _ = suffixes.most_common(1)[0]
     more = ""
     if form.name not in ("caption", "llava"):  # they may have any other keys
         read = {"id", "system", *IMAGE_KEYS, *READERS[form.name].keys}
-        unread = [
-            key for key in dict.fromkeys(itertools.chain.from_iterable(records)) if key not in read
-        ]
-        more = f"; not read: {escape(first_few(unread, 20))}" if unread else ""
+        keys = dict.fromkeys(itertools.chain.from_iterable(records))
+        unread = [name for name in keys if name not in read]
+        if unread:
+            more = f"; not read: {escape(first_few(unread, 20))}"
     _log.debug(
-        f"{key}: format {form.name} (KEY.{suffix}), as in {readable} of the first "
-        f"{len(first)} samples{more}"
+        f"{key}: format {form.name} (KEY.{suffix}), "
+        f"as in {readable} of the first {len(first)} samples{more}"
     )
     if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
-            f"{key}: KEY.json has an unread question; "
-            f"captions answer {caption_prompt!r} (data.caption_prompt). "
-            "If an answer is beside it, data.format=qa reads both"
+            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} "
+            "(data.caption_prompt). If an answer is beside it, data.format=qa reads both"
         )
     return form
 
 
+def _most_frequent(faults: list[BadSample]) -> str:
+    """Describe the most frequent of faults, with the detail of its first one."""
+    examples = {}
+    for fault in faults:
+        examples.setdefault(fault.reason, fault.detail)
+    reason, count = Counter(fault.reason for fault in faults).most_common(1)[0]
+    return f"{count} {reason}: {escape(examples[reason])}"
+
+
 def refuse_useless_shards(
-    shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str
+    shards: Sequence[Path],
+    fingerprint: str,
+    form: SampleFormat,
+    key: str,
 ) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards
-    without any.
+    """Raise UserError if no sample of indexed shards can be trained on.
+
+    Warn of single shards without any.
     """
     useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
     if not useless:
         return
-    reasons: Counter[str] = Counter()
+    reasons = Counter()
     for shard in useless:
         index = read_index(shard)
         faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
         reasons.update(reason for reason, _ in faults.values())
-    why = (
-        "; ".join(
-            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
-        )
-        or "no samples"
-    )
+    why = listed_reasons(reasons, "; ") or "no samples"
+
     if len(useless) == len(shards):
         option = "data.format or data.sets.N.format"
         if key.startswith("eval."):
@@ -133,14 +141,12 @@ def refuse_useless_shards(
         if reasons.keys() == {"template"}:
             remedy = "set data.template to one that holds them"
         raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} "
-            f"({why}). Fix them, or "
-            f"{remedy}"
+            f"{key}: no sample in {len(shards):,} shards can be trained on, "
+            f"read as {form.name} ({why}). Fix them, or {remedy}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
-        "the first is "
-        f"{useless[0]} ({why})"
+        f"the first is {useless[0]} ({why})"
     )
 
 
@@ -153,12 +159,12 @@ def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
-    samples: list[_Members] = []
+    samples = []
     damage = None
     for shard in shards:
         try:
             for _, sample in itertools.islice(_samples_of(shard), SEEN - len(samples)):
-                samples.append(sample)
+                samples.append(sample)  # one by one: those before damage count
         except UserError as error:
             damage = damage or error
         except OSError as error:
@@ -175,29 +181,29 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
 
 def _refuse_scattered(shard: Path) -> None:
     """Raise UserError for two samples of one key that share no suffix: they were meant as one."""
-    seen: dict[str, _Members] = {}
+    seen = {}
     for key, members in _samples_of(shard):
         earlier = seen.setdefault(key, {})
         if earlier and earlier.keys().isdisjoint(members):
             files = escape(f"{key}.{min(earlier)} and {key}.{min(members)}")
             raise UserError(
                 f"{shard}: {files} are not neighbours, so readers take them for two samples. "
-                "Write the tar with each "
-                "sample's files together, for example by tar --sort=name"
+                "Write the tar with each sample's files together, for example by tar --sort=name"
             )
         earlier.update(dict.fromkeys(members, b""))
 
 
 def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
-    """Yield key and members of each sample of a shard; raises UserError, when it gets there, for
-    damage.
+    """Yield key and members of each sample of a shard.
+
+    Raises UserError, when it gets there, for damage.
     """
     with shard.open("rb") as stream:
-        files = ((file, sample_name(file.name)) for file in read_headers(shard, stream))
-        named = ((*name, file) for file, name in files if name is not None)
-        for key, members in itertools.groupby(named, key=itemgetter(0)):
+        files = (file for file in read_headers(shard, stream) if sample_name(file.name))
+        for key, members in itertools.groupby(files, lambda file: sample_name(file.name)[0]):
             sample: _Members = {}
-            for _, suffix, file in members:
+            for file in members:
+                _, suffix = sample_name(file.name)
                 sample[suffix] = b""
                 if suffix in TEXT_SUFFIXES and file.size <= MAX_RECORD_BYTES:
                     stream.seek(file.offset)

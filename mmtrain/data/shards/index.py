@@ -1,7 +1,7 @@
 """The index of a shard: where every member lies, its checksum, and how long each sample's text is.
 
-shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index
-    --read_index--> ShardIndex
+shard-000000.tar --scan, tokenizer--> ShardIndex
+    --write_index--> shard-000000.tar.index --read_index--> ShardIndex
 
 The file has two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples,
 texts (usable samples by fingerprint), bytes (of the second line) and crc32 (of the first line
@@ -28,6 +28,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -73,22 +74,22 @@ def checksum_detail(member: Member) -> str:
     """Describe a member whose bytes are not those that were indexed, for the reason "checksum"."""
     return (
         f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}: "
-        "they are damaged, or the shard "
-        f"was replaced after it was indexed (then run {MEND} SHARD)"
+        f"they are damaged, or the shard was replaced after it was indexed (then run {MEND} SHARD)"
     )
 
 
 @dataclass
 class TextLengths:
-    """How long the samples of a shard are under one tokenizer and template."""
+    """Lengths of a shard's samples under one tokenizer and template."""
 
     tokens: list[int]  # per sample, without image positions; 0 where the sample is unusable
     # samples that this template or tokenizer cannot hold
     faults: Faults = field(default_factory=dict)
 
     def add(self, sample: Sample | BadSample | None, count: Callable[[Sample], int]) -> None:
-        """Append the length of the next sample, with or without its images; None: it is unusable
-        whatever the text.
+        """Append the length of the next sample, with or without its images.
+
+        None: it is unusable whatever the text.
         """
         try:
             if isinstance(sample, BadSample):
@@ -113,7 +114,10 @@ class ShardIndex:
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 
     def add(
-        self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]
+        self,
+        key: str,
+        members: Iterable[Member],
+        image_sizes: Iterable[tuple[int, int]],
     ) -> None:
         self.keys.append(key)
         self.members.append(tuple(members))
@@ -127,16 +131,17 @@ class ShardIndex:
     @property
     def flat_image_sizes(self) -> np.ndarray:
         """(images, 2) int64 width and height, one sample after the other."""
-        return np.array(list(itertools.chain.from_iterable(self.image_sizes)), np.int64).reshape(
-            -1, 2
-        )
+        sizes = list(itertools.chain.from_iterable(self.image_sizes))
+        return np.array(sizes, np.int64).reshape(-1, 2)
 
 
 def index_path(tar: Path) -> Path:
-    """Path of a shard's index: beside the tar, or in the cache if there is one or that folder
-    cannot be written.
+    """Return the path of a shard's index.
+
+    It lies beside the tar, or in the cache if it is there or that folder cannot be written.
     """
-    cached, beside = _in_cache(tar), _beside(tar)
+    cached = _in_cache(tar)
+    beside = _beside(tar)
     if os.access(cached, os.F_OK) or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
         return cached
     return beside
@@ -152,8 +157,9 @@ def _in_cache(tar: Path) -> Path:
 
 
 def read_index(tar: Path) -> ShardIndex:
-    """Read the index of a shard; raises MissingIndex, or UserError for one that is damaged or of
-    another tar.
+    """Read the index of a shard.
+
+    Raises MissingIndex, or UserError for one that is damaged or of another tar.
     """
     path, header, content = _read(tar)
     try:
@@ -163,23 +169,26 @@ def read_index(tar: Path) -> ShardIndex:
 
 
 def indexed_texts(tar: Path) -> dict[str, int]:
-    """Return the number of samples that can be trained on, by text fingerprint; raises what
-    `read_index` raises.
+    """Return the number of samples that can be trained on, by text fingerprint.
+
+    Raises what `read_index` raises.
     """
     _, header, _ = _read(tar)
     return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
-    """Write a shard's index, which has its name only when it is complete; raises UserError if the
-    disk refuses it.
+    """Write a shard's index, which has its name only when it is complete.
+
+    Raises UserError if the disk refuses it.
     """
     content = compact_json(_columns(index))
     header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "tar_bytes": index.tar_bytes}
     header |= {"samples": len(index.keys), "texts": _usable(index.texts), "bytes": len(content)}
     header["crc32"] = _crc32(header, content)
     lines = compact_json(header) + b"\n" + content + b"\n"
-    beside, cached = _beside(tar), _in_cache(tar)
+    beside = _beside(tar)
+    cached = _in_cache(tar)
     for path in (beside, cached):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +206,9 @@ def write_index(tar: Path, index: ShardIndex) -> None:
 
 
 def _read(tar: Path) -> tuple[Path, _Header, bytes]:
-    """Return path, header and content line of an index whose checksum is right and whose tar has
-    the right size.
+    """Return path, header and content line of a sound index of this tar.
+
+    Its checksum is right, and the tar has the right size.
     """
     path = index_path(tar)
     try:
@@ -210,15 +220,13 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         if header["format"] == FORMAT and header["version"] != VERSION:
             version = escape(repr(header["version"]))
             raise UserError(
-                f"{path} has version {version}; this mmtrain reads {VERSION}. Make it again: "
-                f"{MEND} {tar}"
+                f"{path} has version {version}; "
+                f"this mmtrain reads {VERSION}. Make it again: {MEND} {tar}"
             )
-        crc32, content = header.pop("crc32"), rest[:-1]
-        if (
-            rest[-1:] != b"\n"
-            or len(content) != header["bytes"]
-            or _crc32(header, content) != crc32
-        ):
+        crc32 = header.pop("crc32")
+        content = rest[:-1]
+        is_whole = rest[-1:] == b"\n" and len(content) == header["bytes"]
+        if not is_whole or _crc32(header, content) != crc32:
             raise _damaged(path, tar, "its checksum does not match its bytes")
         checked = _checked(_Header, header)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -229,17 +237,17 @@ def _read(tar: Path) -> tuple[Path, _Header, bytes]:
         raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != checked.tar_bytes:
         raise UserError(
-            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, but {tar.name} has "
-            f"{tar_bytes:,}. If "
-            f"the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
+            f"{path}: is stale: made for a tar of {checked.tar_bytes:,} bytes, "
+            f"but {tar.name} has {tar_bytes:,}. "
+            f"If the tar was copied incompletely, copy it again; if the tar is right: {MEND} {tar}"
         )
     return path, checked, content
 
 
 def _damaged(path: Path, tar: Path, seen: str) -> UserError:
     return UserError(
-        f"{path}: is damaged ({seen}). Restore a copy of it or, if the tar is sound, run: "
-        f"{MEND} {tar}"
+        f"{path}: is damaged ({seen}). "
+        f"Restore a copy of it or, if the tar is sound, run: {MEND} {tar}"
     )
 
 
@@ -253,26 +261,24 @@ def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
 
 
 def _columns(index: ShardIndex) -> dict:
-    per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
-    assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
-    members = [member for sample in index.members for member in sample]
-    columns = zip(*members, strict=True) if members else [()] * 4
-    sizes = index.flat_image_sizes.T.tolist()
-    texts = sorted(index.texts.items())
+    members: dict[str, list] = {"counts": list(map(len, index.members))}
+    for name in Member._fields:
+        of_all = itertools.chain.from_iterable(index.members)
+        members[name] = list(map(attrgetter(name), of_all))
+    width, height = index.flat_image_sizes.T.tolist()
+    faults = {}
+    for reading, of_reading in sorted(index.faults.items()):
+        faults[reading] = _fault_rows(of_reading)
+    texts = {}
+    for name, text in sorted(index.texts.items()):
+        texts[name] = {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
+    images = {"counts": index.image_counts.tolist(), "width": width, "height": height}
     return {
         "keys": index.keys,
-        "members": {
-            "counts": list(map(len, index.members)),
-            **dict(zip(Member._fields, columns, strict=True)),
-        },
-        "images": {"counts": index.image_counts.tolist(), "width": sizes[0], "height": sizes[1]},
-        "faults": {
-            reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())
-        },
-        "texts": {
-            name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
-            for name, text in texts
-        },
+        "members": members,
+        "images": images,
+        "faults": faults,
+        "texts": texts,
     }
 
 
@@ -323,8 +329,9 @@ class _Content(BaseModel, strict=True):
 
 
 def _checked(model: type[Model], value: object) -> Model:
-    """Return the value as a model; raises ValueError naming the first wrong field, without showing
-    its content.
+    """Return the value as a model.
+
+    Raises ValueError naming the first wrong field, without showing its content.
     """
     try:
         return model.model_validate(value)
@@ -334,21 +341,26 @@ def _checked(model: type[Model], value: object) -> Model:
 
 
 def _parse(header: _Header, value: object) -> ShardIndex:
-    """Build an index; raises ValueError for fields that do not fit each other: a made-up index has
-    a right checksum.
+    """Build an index.
+
+    Raises ValueError for fields that do not fit each other: a made-up index has a right checksum.
     """
-    content, samples = _checked(_Content, value), header.samples
-    members, images, texts = content.members, content.images, content.texts
-    columns = {
+    content = _checked(_Content, value)
+    samples = header.samples
+    members = content.members
+    images = content.images
+    texts = content.texts
+    columns: dict[str, list] = {
         "keys": content.keys,
         "members.counts": members.counts,
         "images.counts": images.counts,
     }
-    for name, column in (
-        columns | {f"texts.{name}.tokens": text.tokens for name, text in texts.items()}
-    ).items():
+    for name, text in texts.items():
+        columns[f"texts.{name}.tokens"] = text.tokens
+    for name, column in columns.items():
         if len(column) != samples:
             raise ValueError(f"{name}: has {len(column):,} elements, but needs {samples:,}")
+
     index = ShardIndex(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
@@ -356,15 +368,13 @@ def _parse(header: _Header, value: object) -> ShardIndex:
             tuple(map(Member._make, rows)) for rows in _split("members", members, Member._fields)
         ],
         image_sizes=_split("images", images, ("width", "height")),
-        faults={
-            reading: _faults(f"faults.{reading}", rows, samples)
-            for reading, rows in content.faults.items()
-        },
-        texts={
-            name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
-            for name, text in texts.items()
-        },
+        faults={},
     )
+    for reading, rows in content.faults.items():
+        index.faults[reading] = _faults(f"faults.{reading}", rows, samples)
+    for name, text in texts.items():
+        faults = _faults(f"texts.{name}.faults", text.faults, samples)
+        index.texts[name] = TextLengths(text.tokens, faults)
     if header.texts != _usable(index.texts):
         raise ValueError("texts: the first line gives another number of samples")
     end = max(map(sum, zip(members.offset, members.size, strict=True)), default=0)
@@ -372,12 +382,11 @@ def _parse(header: _Header, value: object) -> ShardIndex:
         raise ValueError(
             f"members.offset and size: end at byte {end:,} of a tar of {index.tar_bytes:,} bytes"
         )
+
     pictures = {suffix for suffix in set(members.suffix) if image_number(suffix) is not None}
     for place, sample in enumerate(index.members):
-        files, sizes = (
-            sum(member.suffix in pictures for member in sample),
-            len(index.image_sizes[place]),
-        )
+        files = sum(member.suffix in pictures for member in sample)
+        sizes = len(index.image_sizes[place])
         if files != sizes and not all(place in faults for faults in index.faults.values()):
             raise ValueError(
                 f"images.counts: {escape(index.keys[place])} has {files} images and {sizes} sizes"

@@ -1,9 +1,10 @@
 """Make the indexes of many shards in parallel.
 
-tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
-                  --neighbours of one key: samples, judged; TextCounter--> index with text lengths
-tar whose index lacks this tokenizer and template --members that hold the texts--> the same index,
-    with the lengths
+tar without index
+    --headers, contents, in one sequential read--> offset, size, CRC32 of every file
+    --neighbours of one key: samples, judged; TextCounter--> index with text lengths
+tar whose index lacks this tokenizer and template
+    --members that hold the texts--> its index, with the lengths
 
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault;
 what would make webdataset drop or mix up samples in silence is an error.
@@ -68,15 +69,17 @@ def ensure_indexes(
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Make or complete the indexes that a run with this tokenizer, template, layout and format of
-    samples needs.
+    """Make or complete the indexes for this tokenizer, template, layout and format.
 
     `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets
     a progress bar. Raises UserError for indexes that are stale or damaged: their checksums are the
     only record of what the tars hold.
     """
     fingerprint = text_fingerprint(
-        model_folder(tokenizer_path), template, layout.texts, form.wording
+        model_folder(tokenizer_path),
+        template,
+        layout.texts,
+        form.wording,
     )
     missing = unready_shards(tars, fingerprint)
     if missing:
@@ -89,11 +92,12 @@ def ensure_indexes(
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
-    """Return the shards without lengths under this fingerprint; raises UserError naming stale or
-    damaged indexes.
+    """Return the shards without lengths under this fingerprint.
+
+    Raises UserError naming stale or damaged indexes.
     """
-    missing: list[Path] = []
-    failures: list[UserError] = []
+    missing = []
+    failures = []
     for tar in tars:
         try:
             if fingerprint not in indexed_texts(tar):
@@ -127,15 +131,18 @@ def build_indexes(
     from mmtrain.data.samples.templates import TextCounter
 
     index = functools.partial(
-        _index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild
+        _index_shard,
+        TextCounter(tokenizer_path, template, layout, form),
+        rebuild,
     )
-    failures: list[UserError] = []
+    failures = []
     done = samples = 0
 
     def show(through: int) -> None:
         nonlocal samples
         samples = through
-        progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
+        failed = f"{len(failures):,} failed" if failures else ""
+        progress.show(done, samples, failed)
 
     with (
         worker_pool(index, min(workers, len(tars))) as run,
@@ -150,18 +157,25 @@ def build_indexes(
 
 
 def _index_shard(
-    count: TextCounter, rebuild: bool, tar: Path, advance: Advance
+    count: TextCounter,
+    rebuild: bool,
+    tar: Path,
+    advance: Advance,
 ) -> UserError | None:
-    """Index one shard; return the error that kept it from being indexed, so that the other shards
-    go on.
+    """Index one shard.
+
+    Return the error that kept it from being indexed, so that the other shards go on.
     """
     try:
         with tar.open("rb") as stream:
             # a process with another tokenizer waits, and then adds its lengths to these
             lock(stream)
-            index, form, lengths = None, count.form, TextLengths([])
-            with contextlib.suppress(MissingIndex):
-                index = None if rebuild else read_index(tar)
+            index = None
+            form = count.form
+            lengths = TextLengths([])
+            if not rebuild:
+                with contextlib.suppress(MissingIndex):
+                    index = read_index(tar)
             if index is not None and count.fingerprint in index.texts:
                 return None
 
@@ -177,8 +191,8 @@ def _index_shard(
                 scanned = scan_shard(tar, measure, form)
                 if scanned.keys != index.keys:
                     raise UserError(
-                        f"{tar}: its samples differ from its index. If the samples are right: "
-                        f"{MEND} {tar}"
+                        f"{tar}: its samples differ from its index. "
+                        f"If the samples are right: {MEND} {tar}"
                     )
                 index.faults |= scanned.faults
             index.texts[count.fingerprint] = lengths
@@ -210,7 +224,12 @@ def _measure_texts(
         if place not in index.faults[form.reading]:
             try:
                 sample = _without_images(
-                    tar, index.keys[place], members, index.image_sizes[place], form, read
+                    tar,
+                    index.keys[place],
+                    members,
+                    index.image_sizes[place],
+                    form,
+                    read,
                 )
             except BadSample as error:
                 sample = error
@@ -225,18 +244,19 @@ def _without_images(
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
-    """Return a sample with empty images; only the member with its text is read. Raises
-    BadSample.
+    """Return a sample with empty images.
+
+    Only the member with its text is read. Raises BadSample.
     """
-    by_suffix = {member.suffix: member for member in members}
-    contents = dict.fromkeys(by_suffix, b"")
-    if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
-        if member.size > MAX_RECORD_BYTES:
-            raise BadSample(
-                "too_many_bytes",
-                f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}",
-            )
-        contents[member.suffix] = read(member)
+    contents = {member.suffix: b"" for member in members}
+    text = text_suffix(form.reading, contents)
+    for member in members:
+        if member.suffix == text:
+            if member.size > MAX_RECORD_BYTES:
+                raise BadSample(
+                    "too_many_bytes", f"{text}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}"
+                )
+            contents[text] = read(member)
     return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
 
@@ -251,7 +271,9 @@ class _File(NamedTuple):
 
 
 def scan_shard(
-    tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA
+    tar: Path,
+    on_sample: Callable[[Sample | None], None],
+    form: SampleFormat = LLAVA,
 ) -> ShardIndex:
     """Read a tar once and return its index without text lengths, its samples read in this format.
 
@@ -274,18 +296,28 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         named = sample_name(file.name)
         if named is None:
             raise UserError(
-                f"{tar}: {file.name!r} belongs to no sample: "
-                "webdataset skips names without a key or a suffix, and "
-                "some that begin with two underscores. Write the tar without it"
+                f"{tar}: {file.name!r} belongs to no sample: webdataset skips names without a key "
+                "or a suffix, and some that begin with two underscores. Write the tar without it"
             )
         key, suffix = named
         stream.seek(file.offset)
-        is_image, is_text = image_number(suffix) is not None, suffix in TEXT_SUFFIXES
-        limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if is_text else 0
-        crc32, content = 0, b""
+        is_image = image_number(suffix) is not None
+        is_text = suffix in TEXT_SUFFIXES
+        limit = 0
+        if is_image:
+            limit = MAX_IMAGE_BYTES
+        elif is_text:
+            limit = MAX_RECORD_BYTES
+
+        # What is not too large comes as one chunk.
+        crc32 = 0
+        content = b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
-            crc32, content = zlib.crc32(chunk, crc32), chunk
-        size, fault = UNKNOWN_SIZE, None
+            crc32 = zlib.crc32(chunk, crc32)
+            content = chunk
+
+        size = UNKNOWN_SIZE
+        fault = None
         if is_image and file.size > limit:
             fault = ("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}")
         elif is_image:
@@ -298,12 +330,11 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
-    """Read the next `size` bytes: as one piece if they are at most `largest`, else in small
-    ones.
-    """
-    piece = size if size <= largest else _CHUNK
+    """Read the next `size` bytes: in one piece up to `largest`, else in small ones."""
+    if size > largest:
+        largest = _CHUNK
     while size > 0:
-        chunk = stream.read(min(piece, size))
+        chunk = stream.read(min(largest, size))
         if not chunk:
             raise OSError("it became shorter while it was read")
         size -= len(chunk)
@@ -311,24 +342,32 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
 
 
 def _add_sample(
-    index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat
+    index: ShardIndex,
+    tar: Path,
+    key: str,
+    files: list[_File],
+    form: SampleFormat,
 ) -> Sample | None:
     """Append a sample to the index and return it without its images; None for one with a fault."""
     members = {file.member.suffix: file for file in files}
-    sample, sizes = None, ()
+    sample = None
+    sizes = ()
     try:
         if len(members) < len(files):
-            raise BadSample(
-                "duplicate_member",
-                f"{', '.join(file.member.suffix for file in files)}: one appears twice",
-            )
+            suffixes = ", ".join(file.member.suffix for file in files)
+            raise BadSample("duplicate_member", f"{suffixes}: one appears twice")
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:
                 raise BadSample(*file.fault)
         in_order = [file.member for file in files]
         sample = _without_images(
-            tar, key, in_order, sizes, form, lambda member: members[member.suffix].text
+            tar,
+            key,
+            in_order,
+            sizes,
+            form,
+            lambda member: members[member.suffix].text,
         )
     except BadSample as error:
         index.faults[form.reading][len(index.keys)] = (error.reason, error.detail)
@@ -341,10 +380,7 @@ def _raise_all(failures: Sequence[UserError], tars: int) -> None:
     if len(failures) == 1:
         raise failures[0]
     if failures:
-        listed = "\n  ".join(map(str, failures[:FAILURES_SHOWN]))
-        more = (
-            f"\n  and {len(failures) - FAILURES_SHOWN:,} more"
-            if len(failures) > FAILURES_SHOWN
-            else ""
-        )
-        raise UserError(f"{len(failures):,} of {tars:,} shards:\n  {listed}{more}")
+        lines = [f"{len(failures):,} of {tars:,} shards:", *map(str, failures[:FAILURES_SHOWN])]
+        if len(failures) > FAILURES_SHOWN:
+            lines.append(f"and {len(failures) - FAILURES_SHOWN:,} more")
+        raise UserError("\n  ".join(lines))

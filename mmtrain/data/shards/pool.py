@@ -1,7 +1,7 @@
 """Jobs done by several processes: one pool for indexing and for sharding.
 
-tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in
-    the tasks' order
+tasks --at most 2 x workers held--> work(task, advance), each in one of the workers -->
+    results, in the tasks' order
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class _Stopped(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
-    """Yield `run(tasks, tick)`, which yields each task with the result of `work(task, advance)`, in
-    order.
+    """Yield `run(tasks, tick)`: it yields each task with its `work(task, advance)`, in order.
 
     With one worker the tasks run here. Otherwise workers are forked, on macOS spawned, so `work`
     must be picklable. `tick` is called several times a second and after each task. Raises UserError
@@ -51,7 +50,8 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     shield_multiprocessing()
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
     with naming_shared_memory():  # here: the caller takes an OSError for one of what it writes
-        stop, through = context.Event(), context.Value("q", 0)
+        stop = context.Event()
+        through = context.Value("q", 0)
         pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
         # a worker that has not begun would print a traceback
@@ -63,8 +63,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed from outside, perhaps for lack of memory. "
-            "Use fewer workers; finished work is "
-            "kept"
+            "Use fewer workers; finished work is kept"
         ) from None
     finally:
         stop.set()
@@ -72,9 +71,12 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
 
 
 def _run_here(
-    work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
+    work: Callable[[Task, Advance], Result],
+    tasks: Iterable[Task],
+    tick: Tick,
 ) -> Iterator[tuple[Task, Result]]:
-    through, ticked = 0, time.monotonic()
+    through = 0
+    ticked = time.monotonic()
 
     def advance(samples: int) -> None:
         nonlocal through, ticked
@@ -117,8 +119,9 @@ _work: Callable[[Any], Any]  # set in workers only
 
 
 def _begin(work: Callable[[Any, Advance], Any], parent: int, stop: Any, through: Any) -> None:
-    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to
-    answer.
+    """Become a worker that ends when its parent does.
+
+    Ctrl-C, which all get, is the parent's to answer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)

@@ -1,9 +1,9 @@
-"""Which tars a run reads, and whether there is anything in them.
+"""The tars that a run reads, and checks that there is anything in them.
 
 `data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
-`pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the
-    command>.tar
+`pipe:curl -sf https://host/shard-000000.tar`
+    --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
 
 Samples are read by offset, in an order that changes every epoch, so what a program writes has to be
 a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
@@ -12,11 +12,13 @@ a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is d
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import shlex
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
@@ -37,11 +39,11 @@ _KINDS = ("", "next-", "text-", "sheet-")
 # what `mmtrain shard` reads
 _RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 # of the demo's data
-SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))
+SPLITS = tuple(map("".join, itertools.product(_KINDS, ("train", "held-out"))))
 # What makes them and their indexes; the cache never outlives it.
 _DEMO_SOURCES = (
     *("data/prepare/sharding.py", "data/shards/index.py"),
-    *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")),
+    *("demo/data.py", "demo/pictures.py", "demo/scene.py", "demo/text.py"),
 )
 
 # Limits of one pattern: braceexpand would take all memory for {0..999999}{0..999999}.
@@ -53,10 +55,13 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 
 
 def expand_shards(
-    shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
+    shards: str | Sequence[str],
+    key: str = "data.shards",
+    allow_pipe: Sequence[str] = (),
 ) -> tuple[Path, ...]:
-    """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges
-    ({00000..00099}), in order.
+    """List the tar files that `shards` names, in order.
+
+    It holds paths, folders, globs (*, ?) and brace ranges ({00000..00099}).
 
     A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean
     to webdataset. `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
@@ -64,9 +69,12 @@ def expand_shards(
     twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
-    tars = [tar for pattern in patterns for tar in _tars_of(pattern, key, allow_pipe)]
+    tars = []
+    for pattern in patterns:
+        tars += _tars_of(pattern, key, allow_pipe)
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
+
     for path in tars:
         refuse_lost_link(path)
         if not path.is_file():
@@ -76,15 +84,14 @@ def expand_shards(
         if path.suffix.lower() in _RECORD_SUFFIXES:
             raise UserError(
                 f"{key}: {path} is a file of records, not a webdataset tar. "
-                "Make tars with mmtrain shard "
-                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for "
-                "text), and name FOLDER"
+                f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
+                "FOLDER (no --images for text), and name FOLDER"
             )
-    if len(set(tars)) < len(tars):
-        twice = next(path for number, path in enumerate(tars) if path in tars[:number])
-        raise UserError(
-            f"{key}: {twice} is named twice, so each sample would count twice. Name it once"
-        )
+    for path, times in Counter(tars).items():
+        if times > 1:
+            raise UserError(
+                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
+            )
     return tuple(tars)
 
 
@@ -93,25 +100,24 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
             raise UserError(
-                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts "
-                "it as it starts. "
-                "Start it again, with an unchanged XDG_CACHE_HOME"
+                f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it "
+                "as it starts. Start it again, with an unchanged XDG_CACHE_HOME"
             )
         return tars
     if not pattern:
         raise UserError(
-            f"{key}: the name is empty. Name a webdataset tar, or set {key}=null where "
-            "that is allowed"
+            f"{key}: the name is empty. Name a webdataset tar, "
+            f"or set {key}=null where that is allowed"
         )
     is_pipe = pattern.startswith(PIPE)
     if "://" in pattern and not is_pipe:
         raise UserError(
-            f"{key}: {pattern!r} is a URL, but shards are read from local files. "
-            "Download them, or let a program do "
-            f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
+            f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, "
+            f"or let a program do it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
         )
     if is_pipe:
         return [_piped_shard(name, allow_pipe, key) for name in _without_braces(pattern, key)]
+
     tars = []
     for path in matching_files(pattern, key):
         inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
@@ -124,14 +130,17 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
 
 
 def matching_files(pattern: str, key: str) -> list[Path]:
-    """List the files and folders that a path, glob or brace range names, in order. Raises UserError
-    for none.
+    """List the files and folders that a path, glob or brace range names, in order.
+
+    Raises UserError for none.
     """
-    files: list[Path] = []
+    files = []
     for name in _without_braces(pattern, key):
         whole = Path(name).expanduser()
         # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
-        paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
+        paths = [whole]
+        if not whole.exists():
+            paths = sorted(map(Path, glob(str(whole))))  # noqa: PTH207
         if not paths:
             origin = f" (from {pattern})" if name != pattern else ""
             raise UserError(f"{key}: no file {name}{origin}")
@@ -147,8 +156,7 @@ def _without_braces(pattern: str, key: str) -> list[str]:
     except UnbalancedBracesError:
         raise UserError(
             f"{key}: {pattern!r} has braces that do not match. "
-            f"Write a range as shard-{{000000..000099}}.tar, and a "
-            "brace in a name as \\{"
+            "Write a range as shard-{000000..000099}.tar, and a brace in a name as \\{"
         ) from None
 
 
@@ -161,40 +169,45 @@ def _refuse_endless(pattern: str, key: str) -> None:
         )
     if "**" in pattern:
         raise UserError(
-            f"{key}: {shown} would search all folders below. Write one * per folder between, e.g. "
-            "data/*/*.tar"
+            f"{key}: {shown} would search all folders below. "
+            "Write one * per folder between, e.g. data/*/*.tar"
         )
     # at most: a range inside other braces counts as often as they have alternatives
-    names, rest = 1, pattern
+    names = 1
+    rest = pattern
     while group := _INNERMOST.search(rest):
-        number = _RANGE.fullmatch(group[1])
-        names *= abs(int(number[2]) - int(number[1])) + 1 if number else group[1].count(",") + 1
+        alternatives = group[1].count(",")
+        if number := _RANGE.fullmatch(group[1]):
+            alternatives = abs(int(number[2]) - int(number[1]))
+        names *= alternatives + 1
         rest = rest[: group.start()] + rest[group.end() :]
     if names > MAX_NAMES or pattern.count("{") > MAX_BRACES:
         raise UserError(
             f"{key}: the braces of {shown} name more than {MAX_NAMES:,} files, or are more than "
-            f"{MAX_BRACES}. Correct "
-            "the range, or name the folder's tars by FOLDER/*.tar"
+            f"{MAX_BRACES}. Correct the range, or name the folder's tars by FOLDER/*.tar"
         )
 
 
 def demo_shards(name: str) -> Path:
-    """Return the folder of the demo's shards of this name; raises UserError for a name that the
-    demo has not.
+    """Return the folder of the demo's shards of this name.
+
+    Raises UserError for a name that the demo has not.
     """
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
-        raise UserError(
-            f"{name}: the demo has no such data, only {', '.join(PREFIX + each for each in SPLITS)}"
-        )
+        known = ", ".join(PREFIX + each for each in SPLITS)
+        raise UserError(f"{name}: the demo has no such data, only {known}")
     package = Path(__file__).parents[2]
-    digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
+    digest = hashlib.sha256()
+    for source in _DEMO_SOURCES:
+        digest.update((package / source).read_bytes())
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
 
 
 def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
-    """Return the file with the output of a `pipe:` URL's command, which runs, without a shell, if
-    it is not there yet.
+    """Return the file with the output of a `pipe:` URL's command.
+
+    The command runs, without a shell, if the file is not there yet.
 
     Raises UserError for programs other than the `allowed` ones and for one that fails.
     """
@@ -209,9 +222,8 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         names = ", ".join(allowed) or "none"
         raise UserError(
             f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. "
-            "If you trust it, give "
-            "data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, or download the shards "
-            "and name the files"
+            "If you trust it, give data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, "
+            "or download the shards and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +234,10 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.PIPE,
                 )
                 if ran.returncode != 0:
                     errors = ran.stderr.decode(errors="replace").strip()[-300:]
@@ -234,39 +249,39 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
             f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})"
         ) from error
     _log.info(
-        f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, "
-        f"kept as {target}"
+        f"{key}: {target.stat().st_size / 1e6:,.0f} MB in "
+        f"{time.perf_counter() - start:.1f} s, kept as {target}"
     )
     return target
 
 
 def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Path, ...]:
-    """List the shards of a tool's command line as `expand_shards` does; here a shard may be named
-    twice.
+    """List the shards of a tool's command line as `expand_shards` does.
+
+    Here a shard may be named twice.
     """
-    return tuple(
-        dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS", allow_pipe))
-    )
+    paths: dict[Path, None] = {}  # in order, each once
+    for name in names:
+        paths |= dict.fromkeys(expand_shards(name, "SHARDS", allow_pipe))
+    return tuple(paths)
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
-    """Raise UserError for shards that mmtrain shard did not finish: it writes dataset.json at its
-    end.
+    """Raise UserError for shards that mmtrain shard did not finish.
+
+    It writes dataset.json at its end.
     """
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
                 f"{key}: {folder} holds an unfinished data set: "
-                "mmtrain shard was stopped before it wrote "
-                "dataset.json there. Run that command again with --resume, or delete the folder "
-                "and make it again"
+                "mmtrain shard was stopped before it wrote dataset.json there. "
+                "Run that command again with --resume, or delete the folder and make it again"
             )
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError if the shards hold no file, or one has no bytes at all or is damaged before
-    its first file.
-    """
+    """Raise UserError if the shards hold no file, or one is empty or damaged at its begin."""
     for path in paths:
         if path.stat().st_size == 0:
             raise UserError(
@@ -276,9 +291,7 @@ def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None
         with path.open("rb") as stream:
             if any(True for _ in read_headers(path, stream)):
                 return
-    what = (
-        f"{paths[0]} is an empty archive"
-        if len(paths) == 1
-        else f"all {len(paths)} shards are empty archives"
-    )
-    raise UserError(f"{key}: {what}, without any file. Name tars that hold samples")
+    seen = f"{paths[0]} is an empty archive"
+    if len(paths) > 1:
+        seen = f"all {len(paths)} shards are empty archives"
+    raise UserError(f"{key}: {seen}, without any file. Name tars that hold samples")

@@ -29,14 +29,16 @@ class DamagedMember(NamedTuple):
 
 
 def verify_shard(
-    tar: Path, report: Callable[[int], None] = lambda size: None
+    tar: Path,
+    report: Callable[[int], None] = lambda size: None,
 ) -> list[DamagedMember]:
-    """Read a shard once and list the members that differ from its index, in the tar's order; raises
-    MissingIndex.
+    """Read a shard once and list the members that differ from its index, in the tar's order.
+
+    Raises MissingIndex.
 
     `report` gets the bytes of each sample that was compared.
     """
-    faults: dict[int, list[str]] = {}
+    faults = {}
     try:
         index = read_index(tar)
         with tar.open("rb") as stream:
@@ -53,8 +55,10 @@ def verify_shard(
         return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     except UserError as error:  # the index is damaged, or of a tar of another size
         return [DamagedMember(str(tar), None, None, str(error))]
-    samples = zip(index.keys, index.members, strict=True)
-    keys = {member.offset: key for key, members in samples for member in members}
+    keys = {}
+    for key, members in zip(index.keys, index.members, strict=True):
+        for member in members:
+            keys[member.offset] = key
     return [
         DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset]))
         for offset in sorted(faults)
@@ -63,7 +67,8 @@ def verify_shard(
 
 def _content_fault(stream: BinaryIO, member: Member) -> str | None:
     stream.seek(member.offset)
-    crc32, rest = 0, member.size
+    crc32 = 0
+    rest = member.size
     while rest:
         try:
             chunk = stream.read(min(_CHUNK, rest))
@@ -71,17 +76,17 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
             return f"cannot be read ({error.strerror})"
         if not chunk:
             return "is cut off by the end of the file"
-        crc32, rest = zlib.crc32(chunk, crc32), rest - len(chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+        rest -= len(chunk)
     if crc32 != member.crc32:
         return f"{member.size:,} bytes whose CRC32 is {crc32:08x}, not {member.crc32:08x}"
     return None
 
 
 def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, str] | None:
-    """Return offset and fault of the first member whose header is not where, or not what, the index
-    says.
-    """
-    headers, at = read_headers(tar, stream), index.tar_bytes
+    """Return offset and fault of the first member whose header differs from the index."""
+    headers = read_headers(tar, stream)
+    at = index.tar_bytes
     try:
         for key, members in zip(index.keys, index.members, strict=True):
             for member in members:
@@ -92,11 +97,8 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
                     seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    return (
-                        at,
-                        f"its header says {seen}, but the index says {name!r}, "
-                        f"{member.size:,} bytes",
-                    )
+                    indexed = f"{name!r}, {member.size:,} bytes"
+                    return at, f"its header says {seen}, but the index says {indexed}"
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"

@@ -1,9 +1,9 @@
 """Account for every sample: counts per epoch, quarantine.jsonl, and the ledger samples.jsonl.
 
 micro-batches that the engine takes --watch--> keys, faults, counts of this replica
---end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in
-    global pack order),
-quarantine.jsonl; at each epoch's end its counts are compared with the plan's
+--end_step: gathered over the replicas, in their order-->
+    rank 0 writes samples.jsonl (keys in global pack order) and quarantine.jsonl;
+    at each epoch's end its counts are compared with the plan's
 
 Only what a step has used counts, not what workers or the encoder have prepared.
 """
@@ -41,16 +41,21 @@ class CountError(RuntimeError):
 
 @dataclass
 class _Taken:
-    """What one replica's engine took since the last gathering."""
+    """Samples that one replica's engine took since the last gathering."""
 
     keys: list[str] = field(default_factory=list)
     faults: list[tuple[int, QuarantinedSample]] = field(default_factory=list)  # epoch, fault
     trained: Counter[int] = field(default_factory=Counter)  # by epoch
 
 
+def _by_epoch(counts: Mapping[str, int]) -> Counter[int]:
+    return Counter({int(epoch): count for epoch, count in counts.items()})
+
+
 class SampleLog:
-    """The account of one rank that reads data; rank 0's writes the files. Collective over these
-    ranks.
+    """The account of one rank that reads data.
+
+    Rank 0's writes the files. Collective over these ranks.
 
     `group` holds them, in the order of the replicas; None where there is only one.
     """
@@ -64,14 +69,16 @@ class SampleLog:
         held_out: Sequence[QuarantinedSample] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the samples that are unusable from the start; raises UserError if these are too
-        many already.
+        """Record the samples that are unusable from the start.
+
+        Raises UserError if these are too many already.
 
         `held_out` are samples that are left out of the evaluation; `state` is the `state_dict`
         before the first step of `packed`.
         """
         self.config = config
         self.packed = packed
+        self.order = packed.order
         self.group = group
         self.writes = packed.replica == 0
         self.quarantine_file = folder / "quarantine.jsonl"
@@ -86,25 +93,22 @@ class SampleLog:
         self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
         unusable = list(packed.catalog.faults.values())
         if state is not None:
-            self._first_pack, self._epoch = state["first_pack"], state["epoch"]
-            self._read, self._lost = state["read"], state["lost"]
+            self._first_pack = state["first_pack"]
+            self._epoch = state["epoch"]
+            self._read = state["read"]
+            self._lost = state["lost"]
             if self.writes:
-                self._trained = Counter(
-                    {int(epoch): count for epoch, count in state["trained"].items()}
-                )
-                self._quarantined = Counter(
-                    {int(epoch): count for epoch, count in state["quarantined"].items()}
-                )
-        while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
+                self._trained = _by_epoch(state["trained"])
+                self._quarantined = _by_epoch(state["quarantined"])
+        while self.order.first_pack(self._epoch + 1) <= self._first_pack:
             self._epoch += 1
         # else it has them, or goes on without any
         if state is None or not self.quarantine_file.exists():
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
-        plan = packed.order.epoch_plan(self._epoch)
+        plan = self.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
-        self.ledger = JsonLines(
-            folder / "samples.jsonl" if self.writes and config.data.ledger else None
-        )
+        has_ledger = self.writes and config.data.ledger
+        self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """Yield the micro-batches; each is counted at the end of the step that uses it."""
@@ -120,11 +124,11 @@ class SampleLog:
                 taken.keys += batch.keys
             for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
                 taken.trained[epoch] += samples
-            taken.faults += [(batch.epochs[row], fault) for row, fault in batch.faults]
+            for row, fault in batch.faults:
+                taken.faults.append((batch.epochs[row], fault))
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
-        """Close a step in which all replicas together trained on `samples` and quarantined
-        `quarantined`.
+        """Close a step in which all replicas trained on `samples` and lost `quarantined`.
 
         Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples
         read = trained + quarantined + overlong. Raises UserError for too many quarantined samples,
@@ -134,23 +138,24 @@ class SampleLog:
         self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
         self._read += samples + quarantined
         self._lost += quarantined
-        taken_packs = (step + 1) * self.config.train.packs_per_step
-        epoch_ends = self.packed.order.first_pack(self._epoch + 1) <= taken_packs
+        taken_packs = (step + 1) * train.packs_per_step
+        epoch_ends = self.order.first_pack(self._epoch + 1) <= taken_packs
         if not (self.config.data.ledger or quarantined or epoch_ends):
             return []
-        replicas = self._gather()
+
+        taken = self._gather()
         if self.writes:
-            if self.config.data.ledger:
-                self.ledger.write(step=step, keys=[key for taken in replicas for key in taken.keys])
-            faults = [fault for taken in replicas for fault in taken.faults]
-            self._write_faults([(step, *fault) for fault in faults])
+            self.ledger.write(step=step, keys=taken.keys)
+            self._write_faults([(step, *fault) for fault in taken.faults])
             # What is unusable from the start is never read: it counts in proportion.
-            plan = self.packed.order.epoch_plan(self._epoch)
+            plan = self.order.epoch_plan(self._epoch)
             read = round(self._read / (1 - plan.unusable / plan.drawn))
-            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults])
+            latest = [fault for _, fault in taken.faults]
+            self._refuse_many(self._lost + read - self._read, read, latest)
+
         records = []
-        while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
-            plan = self.packed.order.epoch_plan(self._epoch)
+        while self.order.first_pack(self._epoch + 1) <= taken_packs:
+            plan = self.order.epoch_plan(self._epoch)
             if self.writes:
                 records.append(self._close_epoch(plan, len(plan)))
             self._epoch += 1
@@ -158,6 +163,7 @@ class SampleLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts so far for a checkpoint, on rank 0 those of all replicas.
+
         Collective.
         """
         self._gather()
@@ -166,59 +172,68 @@ class SampleLog:
             "epoch": self._epoch,
             "read": self._read,
             "lost": self._lost,
-            "trained": {str(epoch): count for epoch, count in self._trained.items()},
-            "quarantined": {str(epoch): count for epoch, count in self._quarantined.items()},
+            "trained": dict(self._trained),
+            "quarantined": dict(self._quarantined),
         }
 
     def finish(self, steps: int) -> list[dict[str, Any]]:
-        """Close the files, and the epoch that the last of `steps` left incomplete; return records
-        as end_step does.
+        """Close the files, and the epoch that the last of `steps` left incomplete.
+
+        Return records as end_step does.
         """
         self._gather()
-        packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
+        packs = steps * self.config.train.packs_per_step - self.order.first_pack(self._epoch)
         self.ledger.close()
         if self._quarantine is not None:
             self._quarantine.close()
-        return (
-            [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)]
-            if self.writes and packs
-            else []
-        )
+        if not (self.writes and packs):
+            return []
+        return [self._close_epoch(self.order.epoch_plan(self._epoch), packs)]
 
-    def _gather(self) -> list[_Taken]:
-        """Return what each replica took since the last time; nothing but on rank 0."""
-        taken, self._taken = self._taken, _Taken()
-        replicas = [taken] if self.group is None else gather_to_rank_0(taken, self.group) or []
+    def _gather(self) -> _Taken:
+        """Return what all replicas took since the last time, in their order; nothing but on rank 0.
+
+        Collective.
+        """
+        replicas = [self._taken]
+        if self.group is not None:
+            replicas = gather_to_rank_0(self._taken, self.group) or []
+        self._taken = _Taken()
+        together = _Taken()
         for replica in replicas:
+            together.keys += replica.keys
+            together.faults += replica.faults
             self._trained += replica.trained
-            self._quarantined.update(epoch for epoch, _ in replica.faults)
-        return replicas
+        self._quarantined.update(epoch for epoch, _ in together.faults)
+        return together
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
-        """Return the record of the epoch, `packs` of it taken; raises CountError if it does not add
-        up.
+        """Return the record of the epoch, `packs` of it taken.
+
+        Raises CountError if it does not add up.
         """
-        epoch, begin = (
-            self._epoch,
-            max(0, self._first_pack - self.packed.order.first_pack(self._epoch)),
-        )
+        epoch = self._epoch
+        begin = max(0, self._first_pack - self.order.first_pack(self._epoch))
         complete = begin == 0 and packs == len(plan)
-        trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
+        trained = self._trained.pop(epoch, 0)
+        damaged = self._quarantined.pop(epoch, 0)
         planned = int(plan.starts[packs] - plan.starts[begin])
         if trained + damaged != planned:
             raise CountError(
                 f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, "
-                f"{trained} were trained on "
-                f"and {damaged} quarantined: {trained + damaged - planned:+d}"
+                f"{trained} were trained on and {damaged} "
+                f"quarantined: {trained + damaged - planned:+d}"
             )
-        quarantined = damaged + (plan.unusable if complete else 0)
-        overlong = plan.overlong if complete else 0
-        read = trained + quarantined + overlong
+
+        counts = {"trained": trained, "quarantined": damaged, "overlong": 0}
+        if complete:  # what was never read counts once all others are
+            counts["quarantined"] += plan.unusable
+            counts["overlong"] = plan.overlong
+        read = sum(counts.values())
         if complete and read != plan.drawn:
             raise CountError(
                 f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for"
             )
-        counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
         if complete:
             listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
             _log.info(f"epoch {epoch} is complete: {read:,} samples read: {listed}")
@@ -247,7 +262,7 @@ class SampleLog:
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
-        least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
+        least = min(FEWEST_READ, self.order.epoch_plan(self._epoch).drawn)
         if not lost or lost <= rate * max(read, least):
             return
         listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])
@@ -260,8 +275,6 @@ class SampleLog:
             )
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than "
-            f"data.max_quarantine_rate={rate:g} allows "
-            f"(counted from {least:,} samples); {remedy}, or raise the rate. "
-            f"{self.quarantine_file} lists "
-            f"all; the latest are:{listed}"
+            f"data.max_quarantine_rate={rate:g} allows (counted from {least:,} samples); {remedy}, "
+            f"or raise the rate. {self.quarantine_file} lists all; the latest are:{listed}"
         )

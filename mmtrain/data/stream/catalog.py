@@ -2,8 +2,7 @@
 
 index files --Catalog--> per data set lengths (samples,), tiles (samples,): what `order` plans with
 global sample number --Catalog.find--> shard, members at their offsets
-                     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why
-                         it is not used
+    --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why it is not used
 
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its
 images' tokens (known only here, where the vision encoder is).
@@ -15,6 +14,7 @@ stalls and restarts; one that fails for too long ends the run.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 import zlib
@@ -30,7 +30,12 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
+from mmtrain.data.samples.records import (
+    MAX_IMAGE_BYTES,
+    MAX_RECORD_BYTES,
+    BadSample,
+    listed_reasons,
+)
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
@@ -65,7 +70,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample is stored."""
+    """The stored parts of a sample, and their shard."""
 
     key: str  # with its data set's name where there are several
     shard: Path
@@ -76,43 +81,36 @@ class Place:
 
 
 class _Stored(NamedTuple):
-    """What the reader needs of a shard's index, in arrays: forked workers share them, and no sample
-    is an object.
-    """
+    """A shard's index in arrays: forked workers share them, and no sample is an object."""
 
     names: np.ndarray  # (samples,) bytes
     first_member: np.ndarray  # (samples + 1,) int32
     suffix: np.ndarray  # (members,) int32, a number of the catalog's suffixes
-    offset: np.ndarray  # (members,) int64
-    size: np.ndarray  # (members,) int64
-    crc32: np.ndarray  # (members,) uint32
+    numbers: np.ndarray  # (members, 3) int64 offset, size and CRC32
     first_image: np.ndarray  # (samples + 1,) int32
     # (images, 2) int32 width and height; none where the layout does not ask for them
     image_sizes: np.ndarray
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
-    """Return the data sets that a configuration names; raises what `expand_shards` and
-    `sample_format` raise.
+    """Return the data sets that a configuration names.
+
+    Raises what `expand_shards` and `sample_format` raise.
     """
     if data.sets is None:
         return [_data_set(data, data.shards, "data.shards", data.format)]
-    return [
-        _data_set(
-            data,
-            one.shards,
-            f"data.sets.{number}.shards",
-            one.format or data.format,
-            one.weight,
-            one.name,
-        )
-        for number, one in enumerate(data.sets)
-    ]
+    sets = []
+    for number, one in enumerate(data.sets):
+        key = f"data.sets.{number}.shards"
+        form = one.format or data.format
+        sets.append(_data_set(data, one.shards, key, form, one.weight, one.name))
+    return sets
 
 
 def evaluated_set(config: RunConfig) -> DataSet | None:
-    """Return the data set of `eval.shards`, if any; raises what `expand_shards` and `sample_format`
-    raise.
+    """Return the data set of `eval.shards`, if any.
+
+    Raises what `expand_shards` and `sample_format` raise.
     """
     if config.eval.shards is None:
         return None
@@ -128,22 +126,22 @@ def _data_set(
     name: str = "",
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
-    return DataSet(
-        tars, weight, name, sample_format(form, data.caption_key, data.caption_prompt, tars, key)
-    )
+    detected = sample_format(form, data.caption_key, data.caption_prompt, tars, key)
+    return DataSet(tars, weight, name, detected)
 
 
 def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
     """Group the shards of data sets by the format of their samples."""
-    shards: dict[SampleFormat, list[Path]] = {}
+    shards = {}
     for one in sets:
         shards.setdefault(one.form, []).extend(one.shards)
     return shards
 
 
 class Catalog:
-    """Every sample of some data sets. Cost: 120 bytes a sample; 558,128 samples in 559 shards take
-    2.5 s to read.
+    """Every sample of some data sets.
+
+    Cost: 130 bytes a sample; 558,128 samples in 559 shards take 2.5 s to read.
 
     Attributes:
         lengths: (samples,) int32 tokens of each sample, those of its images included, held-out ones
@@ -162,15 +160,15 @@ class Catalog:
         max_image_pixels: int,
         held_out_fraction: float | None = None,
     ) -> None:
-        """Read the index of every shard, with the text lengths of each set's fingerprint; raises
-        UserError.
+        """Read the index of every shard, with the text lengths of each set's fingerprint.
+
+        Raises UserError.
         """
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
-        self.shards = tuple(shard for one in sets for shard in one.shards)
-        self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
-        self.forms = tuple(one.form for one in sets for _ in one.shards)
+        self.shards: list[Path] = []
+        self.sets: list[DataSet] = []  # of each shard
         self.firsts = [0]  # number of each shard's first sample
         self.held_out: list[int] = []
         self.faults: dict[int, QuarantinedSample] = {}
@@ -182,25 +180,36 @@ class Catalog:
         )
         lengths = []
         for one, text in zip(sets, text_fingerprints, strict=True):
-            read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
-            lengths_of_shards, planned, tiles = zip(*read, strict=True)
-            sizes = np.array(list(map(len, lengths_of_shards)))
-            self.sample_sets.append(
-                SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles))
+            read = [self._read_shard(one, text, shard, digest) for shard in one.shards]
+            of_shards, planned, tiles = zip(*read, strict=True)
+            sizes = np.array(list(map(len, of_shards)))
+            planned_set = SampleSet(
+                one.weight,
+                sizes,
+                np.concatenate(planned),
+                np.concatenate(tiles),
             )
-            lengths += lengths_of_shards
+            self.sample_sets.append(planned_set)
+            lengths += of_shards
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
         self._suffix_texts = list(self._suffixes)
 
     def _read_shard(
-        self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
+        self,
+        one: DataSet,
+        text: str,
+        shard: Path,
+        digest: hashlib._Hash,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take in the next shard: return (samples,) int32 lengths, lengths or HELD_OUT, and
-        tiles.
+        """Take in the next shard: return (samples,) int32 lengths, planned lengths, tiles.
+
+        Planned lengths have HELD_OUT for samples that are held out.
         """
-        index, first = read_index(shard), self.firsts[-1]
-        texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
+        index = read_index(shard)
+        first = self.firsts[-1]
+        texts = index.texts.get(text)
+        unreadable = index.faults.get(one.form.reading)
         if texts is None or unreadable is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this format, tokenizer and "
@@ -210,56 +219,56 @@ class Catalog:
         exact = np.array(texts.tokens, np.int64) + positions
         # too long for any pack in any case
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)
+
+        # The first fault that a sample is found to have stays.
         faults = {**unfit, **texts.faults, **unreadable}
-        if not (self.layout.takes_images or self.layout.strips):
-            for place in np.flatnonzero(index.image_counts).tolist():
-                faults.setdefault(place, ("no_encoder", f"{len(index.image_sizes[place])} images"))
-        for place, sizes in enumerate(index.image_sizes if self.layout.takes_images else ()):
-            for width, height in sizes:
-                if width * height > self.max_image_pixels:
-                    detail = (
-                        f"{width} x {height} pixels; data.max_image_pixels is "
-                        f"{self.max_image_pixels:,}"
-                    )
-                    faults.setdefault(place, ("too_many_pixels", detail))
+        for place, sizes in enumerate(index.image_sizes):
+            if self.layout.takes_images:
+                for width, height in sizes:
+                    if width * height > self.max_image_pixels:
+                        limit = f"data.max_image_pixels is {self.max_image_pixels:,}"
+                        detail = f"{width} x {height} pixels; {limit}"
+                        faults.setdefault(place, ("too_many_pixels", detail))
+            elif sizes and not self.layout.strips:
+                faults.setdefault(place, ("no_encoder", f"{len(sizes)} images"))
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
-            key, offset = _full_key(one.name, index.keys[place]), index.members[place][0].offset
+            key = _full_key(one.name, index.keys[place])
+            offset = index.members[place][0].offset
             self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
+
         planned = lengths.copy()
         if self.held_out_fraction is not None:
-            chosen = [is_held_out(key, self.held_out_fraction) for key in index.keys]
-            held_out = np.flatnonzero(np.array(chosen, bool) & (lengths != UNUSABLE))
-            planned[held_out] = HELD_OUT
-            self.held_out += (first + held_out).tolist()
+            for place, key in enumerate(index.keys):
+                if lengths[place] != UNUSABLE and is_held_out(key, self.held_out_fraction):
+                    planned[place] = HELD_OUT
+                    self.held_out.append(first + place)
+
         stored = self._store(index)
+        self.shards.append(shard)
+        self.sets.append(one)
         self.firsts.append(first + len(lengths))
-        digest.update(
-            b"\n".join(stored.names)
-            + stored.crc32.tobytes()
-            + lengths.tobytes()
-            + planned.tobytes()
-        )
+        digest.update(b"\n".join(stored.names))
+        for column in (stored.numbers[:, 2].astype(np.uint32), lengths, planned):
+            digest.update(column.tobytes())
         return lengths, planned, tiles
 
     def _store(self, index: ShardIndex) -> _Stored:
-        members = [member for of_sample in index.members for member in of_sample]
-        sizes, counts = index.flat_image_sizes, index.image_counts
+        sizes = index.flat_image_sizes
+        counts = index.image_counts
         if not self.layout.is_sized:
-            sizes, counts = sizes[:0], np.zeros_like(counts)
+            sizes = sizes[:0]
+            counts = np.zeros_like(counts)
+        suffixes = []
+        numbers = []
+        for suffix, *rest in itertools.chain.from_iterable(index.members):
+            suffixes.append(self._suffixes.setdefault(suffix, len(self._suffixes)))
+            numbers.append(rest)
         stored = _Stored(
             names=np.array([key.encode() for key in index.keys], np.bytes_),
             first_member=np.cumsum([0, *map(len, index.members)], dtype=np.int32),
-            suffix=np.array(
-                [
-                    self._suffixes.setdefault(member.suffix, len(self._suffixes))
-                    for member in members
-                ],
-                np.int32,
-            ),
-            offset=np.array([member.offset for member in members], np.int64),
-            size=np.array([member.size for member in members], np.int64),
-            crc32=np.array([member.crc32 for member in members], np.uint32),
+            suffix=np.array(suffixes, np.int32),
+            numbers=np.array(numbers, np.int64).reshape(-1, 3),
             first_image=np.cumsum([0, *counts], dtype=np.int32),
             image_sizes=sizes.astype(np.int32),
         )
@@ -270,32 +279,28 @@ class Catalog:
         return self.firsts[-1]
 
     def why_unusable(self) -> str:
-        """Return how many samples can never be trained on, and why, in brackets; nothing where all
-        can be.
+        """Return how many samples can never be trained on, and why, in brackets.
+
+        Nothing where all can be.
         """
         reasons = Counter(fault.reason for fault in self.faults.values())
-        listed = ", ".join(
-            f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()
-        )
-        return f" ({listed})" if listed else ""
+        return f" ({listed_reasons(reasons, ', ')})" if reasons else ""
 
     def find(self, number: int) -> Place:
         """Return where the sample of a global number is stored."""
         shard = bisect_right(self.firsts, number) - 1
-        place, stored = number - self.firsts[shard], self._stored[shard]
+        place = number - self.firsts[shard]
+        stored = self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
-        columns = (
-            column[begin:end].tolist()
-            for column in (stored.suffix, stored.offset, stored.size, stored.crc32)
-        )
-        members = tuple(
-            Member(self._suffix_texts[suffix], *rest)
-            for suffix, *rest in zip(*columns, strict=True)
-        )
-        key = _full_key(self.names[shard], stored.names[place].decode())
+        members = []
+        for at in range(begin, end):
+            suffix = self._suffix_texts[stored.suffix[at]]
+            members.append(Member(suffix, *stored.numbers[at].tolist()))
+        one = self.sets[shard]
+        key = _full_key(one.name, stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
-        return Place(key, self.shards[shard], members, self.forms[shard], sizes)
+        return Place(key, self.shards[shard], tuple(members), one.form, sizes)
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
@@ -306,42 +311,45 @@ class Catalog:
         if wrong.any():
             number = int(wrong.argmax())
             place = self.find(number)
+            room = f"{capacity.tokens} tokens"
+            if capacity.tiles is not None:
+                room += f" and {_tiles(capacity.tiles)}"
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do "
-                f"not fit into a pack of {capacity.tokens} tokens"
-                + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
-                + f" ({int(wrong.sum()):,} samples in all do not). "
-                "Raise data.pack_length or data.max_tiles_per_pack, "
-                "or set data.overlong=skip"
+                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do not fit into a pack "
+                f"of {room} ({int(wrong.sum()):,} samples in all do not). "
+                "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
 
 
 def _tiles(count: int) -> str:
-    return f"{count:,} tile{'' if count == 1 else 's'}"
+    return f"{count:,} tile" if count == 1 else f"{count:,} tiles"
 
 
 def load_catalog(
-    config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None
+    config: RunConfig,
+    sets: Sequence[DataSet],
+    held_out_fraction: float | None = None,
 ) -> Catalog:
-    """Return the catalog of data sets for a run's tokenizer, template and encoder; missing indexes
-    are made.
+    """Return the catalog of data sets for a run's tokenizer, template and encoder.
+
+    Missing indexes are made.
     """
-    data, llm, layout = config.data, config.model.llm.path, image_layout(config)
+    data = config.data
+    llm = config.model.llm.path
+    layout = image_layout(config)
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
         ensure_indexes(shards, llm, data.template, layout, form, workers=1)
+    folder = model_folder(llm)
     texts = [
-        text_fingerprint(model_folder(llm), data.template, layout.texts, one.form.wording)
-        for one in sets
+        text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets
     ]
     return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Tell by a sample's key alone whether it is in the share `fraction` that is kept for
-    evaluation.
-    """
+    """Tell by a sample's key alone whether it is in the share kept for evaluation."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"held out").digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -351,20 +359,23 @@ def _full_key(name: str, key: str) -> str:
 
 
 def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
-    """Return (images, 2) int64 positions and tiles of each image, 0 where it cannot be cut, and
-    samples with such.
+    """Return (images, 2) int64 positions and tiles of each image, and samples with unfit ones.
+
+    Both are 0 where an image cannot be cut.
     """
-    counts, sizes = index.image_counts, index.flat_image_sizes
+    counts = index.image_counts
+    sizes = index.flat_image_sizes
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (counts.sum(), 1)), {}
+
+    # Each size is cut once: data sets have few.
     places = np.repeat(np.arange(len(counts)), counts)
-    kinds, kind_of_image = np.unique(
-        np.column_stack([sizes, counts[places] == 1]), axis=0, return_inverse=True
-    )
+    columns = np.column_stack([sizes, counts[places] == 1])
+    kinds, kind_of_image = np.unique(columns, axis=0, return_inverse=True)
     kind_of_image = kind_of_image.reshape(-1)
     of_kind = np.zeros((len(kinds), 2), np.int64)
-    unfit: dict[int, tuple[str, str]] = {}
+    unfit = {}
     for kind, (width, height, is_alone) in enumerate(kinds.tolist()):
         try:
             if width and height:
@@ -374,16 +385,14 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
                 unfit[kind] = "undecodable_image", "its header does not contain its size"
         except UnfitImage as error:
             unfit[kind] = "unfit_shape", str(error)
-    wrong = np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist() if unfit else []
-    return of_kind[kind_of_image], {
-        int(places[image]): unfit[int(kind_of_image[image])] for image in wrong
-    }
+    faults: Faults = {}
+    for image in np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist():
+        faults[int(places[image])] = unfit[int(kind_of_image[image])]
+    return of_kind[kind_of_image], faults
 
 
 def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
-    """Return (samples,) positions and tiles of all images of each sample, and samples with unfit
-    ones.
-    """
+    """Return (samples,) positions and tiles of a sample's images, and samples with unfit ones."""
     of_images, faults = positions_and_tiles(index, layout)
     ends = np.cumsum(index.image_counts)
     before = np.concatenate([[[0, 0]], np.cumsum(of_images, axis=0)])
@@ -400,11 +409,12 @@ class Reader:
         self._files: OrderedDict[Path, int] = OrderedDict()
 
     def read(self, number: int) -> Sample | QuarantinedSample:
-        """Read the sample of a global number; raises UserError where its shard cannot be read for
-        `retry_seconds`.
+        """Read the sample of a global number.
+
+        Raises UserError where its shard cannot be read for `retry_seconds`.
         """
         place = self.catalog.find(number)
-        contents: dict[str, bytes] = {}
+        contents = {}
         strips = self.catalog.layout.strips
         text = text_suffix(place.form.reading, [member.suffix for member in place.members])
         offset = place.members[0].offset
@@ -413,8 +423,8 @@ class Reader:
                 is_image = image_number(member.suffix) is not None
                 if is_image and strips:
                     contents[member.suffix] = b""
+                # others are no part of the sample, and of any size
                 elif is_image or member.suffix == text:
-                    # others are no part of the sample, and of any size
                     limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
                     if member.size > limit:
                         detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"
@@ -428,7 +438,11 @@ class Reader:
             return without_images(sample) if strips else sample
         except BadSample as error:
             return QuarantinedSample(
-                place.key, str(place.shard), offset, error.reason, error.detail
+                place.key,
+                str(place.shard),
+                offset,
+                error.reason,
+                error.detail,
             )
 
     def close(self) -> None:
@@ -440,7 +454,8 @@ class Reader:
 
     def _read(self, shard: Path, member: Member) -> bytes:
         """Return a member's bytes; while the system fails to give them, try again."""
-        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
+        deadline = time.monotonic() + self.retry_seconds
+        pause = FIRST_PAUSE
         while True:
             try:
                 return self._pread(shard, member)
@@ -449,10 +464,9 @@ class Reader:
                 self._close(shard)
                 if time.monotonic() + pause > deadline:
                     raise UserError(
-                        f"{shard}: cannot be read ({error.strerror or error}), retried for "
-                        f"{self.retry_seconds:g} s "
-                        "(data.io_retry_seconds). Repair the storage, or copy the file again, "
-                        "and start again"
+                        f"{shard}: cannot be read ({error.strerror or error}), "
+                        f"retried for {self.retry_seconds:g} s (data.io_retry_seconds). "
+                        "Repair the storage, or copy the file again, and start again"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -469,8 +483,8 @@ class Reader:
             more = os.pread(file, member.size - len(content), member.offset + len(content))
             if not more:
                 raise OSError(
-                    f"its {member.suffix} member at byte {member.offset:,} is cut off by the "
-                    "end of the file"
+                    f"its {member.suffix} member at byte {member.offset:,} is "
+                    "cut off by the end of the file"
                 )
             content += more
         return content

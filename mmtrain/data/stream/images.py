@@ -1,14 +1,14 @@
 """Decode an image file and turn it into the encoder's input.
 
-bytes --header: how many pixels?--> --Pillow--> RGB on white, turned by EXIF --fit, or tiling-->
-    (tiles, 3, S, S)
-      uint8 --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
+bytes --header: how many pixels?--> --Pillow--> RGB on white, turned by EXIF
+    --fit, or tiling--> (tiles, 3, S, S) uint8
+    --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`);
-    padding takes tokens
+                 padding takes tokens
      resize      whole, both sides to S: shapes are stretched
      center_crop shorter side to S, then the middle (CLIP's, timm's): cuts away what a caption may
-         speak of
+                 speak of
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """The encoder's published size, mean and interpolation, and a choice of how images come to be
-    square.
-    """
+    """The encoder's published size, mean and interpolation, and the way to a square."""
 
     image_size: int  # pixels a side
     mean: tuple[float, float, float]  # of RGB in 0..1
@@ -56,36 +54,38 @@ class ImageTransform:
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(
-        self, content: bytes, tiling: Tiling = ONE_TILE, is_control: bool = False
+        self,
+        content: bytes,
+        tiling: Tiling = ONE_TILE,
+        is_control: bool = False,
     ) -> torch.Tensor:
         """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
 
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched
         to that size.
         """
-        image, size = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
+        image = decode_image(content, self.max_pixels)
+        size = (tiling.width, tiling.height)
         if any(size) and image.size != size:
             if not is_control:
                 raise BadSample(
                     "other_size",
                     f"{image.width} x {image.height} pixels, but its index says {size[0]} x "
-                    f"{size[1]}; index its "
-                    f"shard again: {MEND} SHARD",
+                    f"{size[1]}; index its shard again: {MEND} SHARD",
                 )
             image = self._resize(image, size)
         return self.cut(image, tiling)
 
     def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
-        """Cut an image of the tiling's size into (tiles, 3, S, S) uint8; raises what `fitted`
-        raises.
+        """Cut an image of the tiling's size into (tiles, 3, S, S) uint8.
+
+        Raises what `fitted` raises.
         """
         if tiling.canvas == "fitted":
             return self.fitted(image)[None]
         image = as_rgb(image)
-        side, size = (
-            self.image_size,
-            (tiling.columns * self.image_size, tiling.rows * self.image_size),
-        )
+        side = self.image_size
+        size = (tiling.columns * self.image_size, tiling.rows * self.image_size)
         if tiling.canvas == "padded":
             canvas = self._pad(image)
         elif tiling.canvas == "stretched":
@@ -93,54 +93,62 @@ class ImageTransform:
         else:
             width, height = centred_size(*image.size, *size)
             canvas = Image.new("RGB", size)
-            canvas.paste(
-                self._resize(image, (width, height)),
-                ((size[0] - width) // 2, (size[1] - height) // 2),
-            )
+            corner = ((size[0] - width) // 2, (size[1] - height) // 2)
+            canvas.paste(self._resize(image, (width, height)), corner)
+
         pixels = np.asarray(canvas).reshape(tiling.rows, side, tiling.columns, side, 3)
         tiles = pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
         if tiling.overview is not None:
             whole = np.asarray(self._resize(image)).transpose(2, 0, 1)[None]
-            tiles = np.concatenate([whole, tiles] if tiling.overview == "first" else [tiles, whole])
+            ordered = [whole, tiles] if tiling.overview == "first" else [tiles, whole]
+            tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what
-        `fitted` raises.
+        """Turn an image of any size and mode into (3, image_size, image_size) float32.
+
+        Raises what `fitted` raises.
         """
         return self.normalise(self.fitted(image)[None])[0]
 
     def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Turn (N, 3, S, S) uint8, on any device, into float32: divided by 255, minus mean, over
-        std.
-        """
+        """Turn (N, 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) uint8; raises
-        `refuse_unreadable`'s.
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8.
+
+        Raises `refuse_unreadable`'s.
         """
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
         refuse_unreadable(image, scale)
         image = as_rgb(image)
-        fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[
-            self.fit
-        ](image)
+        if self.fit == "pad":
+            fitted = self._pad(image)
+        elif self.fit == "resize":
+            fitted = self._resize(image)
+        else:
+            fitted = self._center_crop(image)
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
-        """Resize the padded square without making it: bars above and below are added between
-        Pillow's two passes.
+        """Resize the padded square without making it.
+
+        Bars above and below are added between Pillow's two passes.
         """
-        (width, height), side = image.size, max(image.size)
-        left, above = (side - width) // 2, (side - height) // 2
+        width, height = image.size
+        side = max(image.size)
+        left = (side - width) // 2
+        above = (side - height) // 2
         colour = tuple(int(channel * 255) for channel in self.mean)
         narrow = Image.new("RGB", (self.image_size, side), colour)
         rows = max(BAND_PIXELS // side, 1)
         for top in range(0, height, rows):
             # Pillow copies even if nothing is cut off: 0.1 ms of a photograph's 5.
-            band = image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
+            band = image
+            if rows < height:
+                band = image.crop((0, top, width, min(top + rows, height)))
             if width < side:
                 padded = Image.new("RGB", (side, band.height), colour)
                 padded.paste(band, (left, 0))
@@ -149,12 +157,12 @@ class ImageTransform:
         return self._resize(narrow)
 
     def _center_crop(self, image: Image.Image) -> Image.Image:
-        shorter = min(image.size)
-        width, height = (int(self.image_size * side / shorter) for side in image.size)
-        left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
-        return self._resize(image, (width, height)).crop(
-            (left, top, left + self.image_size, top + self.image_size)
-        )
+        size = self.image_size
+        width, height = (int(size * side / min(image.size)) for side in image.size)
+        left = (width - size) // 2
+        top = (height - size) // 2
+        resized = self._resize(image, (width, height))
+        return resized.crop((left, top, left + size, top + size))
 
     def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
         size = size or (self.image_size, self.image_size)
@@ -163,32 +171,36 @@ class ImageTransform:
 
 @functools.cache
 def _statistics(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return 255, mean and std as tensors: CUDA multiplies by the reciprocal of a number, which
-    rounds twice.
+    """Return 255, mean and std as tensors.
+
+    CUDA multiplies by the reciprocal of a number, which rounds twice.
     """
-    values = (
-        torch.tensor(value, dtype=torch.float32, device=device) for value in ((255.0,), mean, std)
-    )
-    return tuple(value[:, None, None] for value in values)
+
+    def channels(values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+
+    return channels((255.0,)), channels(mean), channels(std)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on;
-    the result is RGB.
+    """Lay what is transparent in an image on white, as transformers' processors do from 5.21 on.
+
+    The result is RGB.
     """
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(
-            white, image if image.mode == "RGBA" else image.convert("RGBA")
-        )
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says;
-    raises BadSample.
+    """Decode an image file to RGB, its first picture if there are several, turned as EXIF says.
+
+    Raises BadSample.
     """
     image = open_image(content, max_pixels)
     try:
@@ -198,8 +210,9 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an opened image in RGB, turned as EXIF says; raises what `refuse_unreadable`
-    raises.
+    """Return an opened image in RGB, turned as EXIF says.
+
+    Raises what `refuse_unreadable` raises.
     """
     refuse_unreadable(image)
     image.load()
@@ -216,8 +229,9 @@ def image_transform(
     max_pixels: int = MAX_IMAGE_PIXELS,
     tile_size: int | None = None,
 ) -> ImageTransform:
-    """Return the preprocessing of a vision encoder, named as in `model.vision.name`; `fit`: as
-    data.image_fit.
+    """Return the preprocessing of a vision encoder, named as in `model.vision.name`.
+
+    `fit`: as data.image_fit.
 
     It is that of timm's pretrained configuration, or of a folder's `preprocessor_config.json`, with
     tiles of `tile_size` pixels a side for an encoder that takes images of any size. Raises
@@ -232,6 +246,5 @@ def image_transform(
         raise UserError(
             f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}"
         )
-    return ImageTransform(
-        tile_size or int(size), tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels
-    )
+    side = tile_size or int(size)
+    return ImageTransform(side, tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels)

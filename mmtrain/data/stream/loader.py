@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import Document, QuarantinedSample
+from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
 from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
@@ -51,8 +51,9 @@ class PackedBatches:
     """
 
     def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
-        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a
-        single pack.
+        """Open tokenizer and indexes.
+
+        Raises UserError for what is missing, and for data without a single pack.
         """
         assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
         self.config = config
@@ -68,9 +69,9 @@ class PackedBatches:
             kept = int((sample_set.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
-                    f"data.sets: {section.name} is never drawn: "
-                    f"weight {section.weight:g} x {kept:,} samples not held "
-                    "out gives none per epoch. Raise its weight, or leave it out"
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} x "
+                    f"{kept:,} samples not held out gives none per epoch. "
+                    "Raise its weight, or leave it out"
                 )
         self.order = PackOrder(
             self.catalog.sample_sets,
@@ -88,7 +89,8 @@ class PackedBatches:
     @property
     def summary(self) -> str:
         """Describe the epochs for people."""
-        plan, capacity = self.order.epoch_plan(0), self.processor.capacity
+        plan = self.order.epoch_plan(0)
+        capacity = self.processor.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
         if capacity.tiles is not None:
@@ -99,19 +101,20 @@ class PackedBatches:
             "held out": len(self.catalog.held_out),
         }
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
-        packs, steps = self.config.train.packs_per_step, self.max_steps
+
+        packs = self.config.train.packs_per_step
+        steps = self.max_steps
         epochs = steps * packs / len(plan)
+        shown = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
         summary = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
-            f"{capacity.tokens:,} tokens, "
-            f"{fill:.1%} full{without}; {steps:,} steps of {packs:,} packs are "
-            f"{epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
+            f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; "
+            f"{steps:,} steps of {packs:,} packs are {shown} epochs"
         )
         if packs > len(plan):
             summary += (
-                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: "
-                "each step reads them "
-                f"{packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
+                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: each step "
+                f"reads them {packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary
 
@@ -135,9 +138,11 @@ class PackedBatches:
         if workers == 0:
             yield from self._share(0, 1, itertools.repeat(None))
             return
+
         tiles = self.config.train.packs_per_microbatch * self.most_tiles
         transform = self.processor.transform
-        slots = _shared_memory(workers, tiles, 1 if transform is None else transform.image_size)
+        image_size = 1 if transform is None else transform.image_size
+        slots = _shared_memory(workers, tiles, image_size)
         batches = DataLoader(
             _Worker(self, slots),
             batch_size=None,
@@ -153,10 +158,14 @@ class PackedBatches:
             yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(
-        self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]
+        self,
+        worker: int,
+        workers: int,
+        buffers: Iterable[torch.Tensor | None],
     ) -> Iterator[PackedBatch]:
-        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles in
-        the next buffer.
+        """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on.
+
+        Its tiles lie in the next buffer.
         """
         buffers = iter(buffers)
         train = self.config.train
@@ -170,7 +179,7 @@ class PackedBatches:
                     yield self.processor.batch([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
-        entries: list[Document | Gap] = []
+        entries = []
         for number in pack.samples:
             entry = self.processor.read(self.reader, number)
             if isinstance(entry, QuarantinedSample):
@@ -191,10 +200,8 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
     except (OSError, OverflowError) as error:
         raise UserError(
             f"data.workers: {workers} workers need {math.prod(shape) / 2**30:,.1f} GiB shared with "
-            "their rank, for "
-            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, but the system refuses it "
-            f"({error}). Lower "
-            "data.workers or data.max_tiles_per_pack"
+            f"their rank, for {SLOTS} micro-batches each of up to {tiles:,} tiles, "
+            f"but the system refuses it ({error}). Lower data.workers or data.max_tiles_per_pack"
         ) from None
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
@@ -209,29 +216,27 @@ class _Sent:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
-        tokens = {
-            name: value.numpy()
-            for name, value in vars(batch).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return cls(
-            {**vars(batch), **tokens, "tiles": None}, 0 if batch.tiles is None else len(batch.tiles)
-        )
+        fields = {**vars(batch), "tiles": None}
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                fields[name] = value.numpy()
+        return cls(fields, 0 if batch.tiles is None else len(batch.tiles))
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
-        tokens = {
-            name: torch.from_numpy(value)
-            for name, value in self.fields.items()
-            if isinstance(value, np.ndarray)
-        }
+        fields = dict(self.fields)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                fields[name] = torch.from_numpy(value)
         # Copied: the worker writes over the slot once the next micro-batch is asked for.
-        tiles = slot[: self.tiles].clone() if self.tiles else None
-        return PackedBatch(**{**self.fields, **tokens, "tiles": tiles})
+        if self.tiles:
+            fields["tiles"] = slot[: self.tiles].clone()
+        return PackedBatch(**fields)
 
 
 class _Worker(IterableDataset):
-    """A worker process's part of the stream; what the user can mend travels as a value, with its
-    message unchanged.
+    """A worker process's part of the stream.
+
+    What the user can mend travels as a value, with its message unchanged.
     """
 
     def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
@@ -248,8 +253,9 @@ class _Worker(IterableDataset):
 
 
 def _live_with_parent(parent: int, worker: int) -> None:
-    """Let a worker end when its rank does, and leave signals, which reach all processes, to the
-    rank.
+    """Let a worker end when its rank does, and leave signals to the rank.
+
+    Signals reach all processes.
 
     A worker that outlived a killed rank would hold the rank's sockets open: its peers would wait
     instead of failing.

@@ -1,5 +1,4 @@
-"""The order of an epoch: which samples share which pack, and in which order, as a pure function
-without I/O.
+"""The order of an epoch: samples in packs, as a pure function without I/O.
 
 sets of samples (lengths, shard sizes, weight)
 --draws: shards permuted, samples permuted inside each--> one sequence per set
@@ -41,17 +40,10 @@ class SampleSet:
     lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
     tiles: np.ndarray  # (samples,) int32 tiles of each sample
 
-    def __post_init__(self) -> None:
-        assert self.weight > 0, f"weight {self.weight}"
-        assert len(self.shard_sizes) > 0, "no shards"
-        assert self.shard_sizes.sum() == len(self.lengths) == len(self.tiles), (
-            "shards, lengths and tiles differ"
-        )
-
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a pack holds."""
+    """Room of a pack."""
 
     tokens: int
     tiles: int | None = None  # in a pack; None: as many as its tokens allow
@@ -59,8 +51,9 @@ class Capacity:
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """The packs of one epoch; drawn = planned + overlong + unusable, a sample counted as often as
-    it is drawn.
+    """The packs of one epoch.
+
+    Drawn = planned + overlong + unusable, a sample counted as often as it is drawn.
     """
 
     samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
@@ -102,7 +95,8 @@ def plan_epoch(
     lengths = np.concatenate([one.lengths for one in sets])
     tiles = np.concatenate([one.tiles for one in sets])
     offsets = np.cumsum([0, *(len(one.lengths) for one in sets)])
-    sequences, drawn, overlong, unusable = [], 0, 0, 0
+    sequences = []
+    drawn = overlong = unusable = 0
     for number, one in enumerate(sets):
         sequence = offsets[number] + _set_sequence(one, f"{seed} {epoch} {number}")
         usable = lengths[sequence] != UNUSABLE
@@ -114,16 +108,18 @@ def plan_epoch(
         overlong += int((usable & ~fits).sum())
         sequences.append(sequence[usable & fits])
 
-    samples, sizes = [np.empty(0, np.int64)], [0]
+    samples = [np.empty(0, np.int64)]
+    sizes = [0]
     shards = sum(one.weight * len(one.shard_sizes) for one in sets)
     groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
     for group in range(groups):
-        parts = (
-            each[group * len(each) // groups : (group + 1) * len(each) // groups]
-            for each in sequences
-        )
+        parts = []
+        for each in sequences:
+            begin = group * len(each) // groups
+            end = (group + 1) * len(each) // groups
+            parts.append(each[begin:end])
         draw = _random(f"group {seed} {epoch} {group}")
-        members = draw.permutation(np.concatenate(list(parts)))
+        members = draw.permutation(np.concatenate(parts))
         for window in np.array_split(members, max(1, round(len(members) / pack_window))):
             packs = pack_best_fit(lengths[window], capacity, tiles[window])
             packs = [packs[position] for position in draw.permutation(len(packs))]
@@ -133,9 +129,7 @@ def plan_epoch(
 
 
 def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
-    """Return int64 positions in a set in the order in which an epoch draws them, without held-out
-    samples.
-    """
+    """Return int64 positions in a set as an epoch draws them, without held-out samples."""
     sizes = one.shard_sizes.astype(np.int64)
     first = np.cumsum(sizes) - sizes
     kept = int((one.lengths != HELD_OUT).sum())
@@ -146,11 +140,11 @@ def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
         if take:
             # these words are the seed of every order: never change them
             draw = _random(f"pass {purpose} {number}")
-            shards = draw.permutation(len(first))
-            drawn = np.concatenate(
-                [first[shard] + draw.permutation(sizes[shard]) for shard in shards]
-            )
-            sequence.append(drawn[one.lengths[drawn] != HELD_OUT][:take])
+            drawn = []
+            for shard in draw.permutation(len(first)):
+                drawn.append(first[shard] + draw.permutation(sizes[shard]))
+            places = np.concatenate(drawn)
+            sequence.append(places[one.lengths[places] != HELD_OUT][:take])
     return np.concatenate(sequence)
 
 
@@ -159,27 +153,33 @@ def _random(purpose: str) -> np.random.RandomState:
 
 
 def pack_best_fit(
-    lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None
+    lengths: np.ndarray,
+    capacity: Capacity,
+    tiles: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """Pack by best-fit decreasing: return the positions of the documents in each pack, packs in
-    order of opening.
+    """Pack by best-fit decreasing: return the documents' positions in each pack.
+
+    Packs are in the order of opening.
 
     The longest document comes first, ties by position. Each goes into the pack with the fewest free
     tokens of those with room for its tokens and its tiles, ties by the pack opened first (Johnson,
     "Near-optimal bin packing algorithms", MIT 1973). `lengths` and `tiles` are (documents,)
     integers; each document must fit an empty pack.
     """
-    count, cap = len(lengths), capacity.tiles
+    count = len(lengths)
+    cap = capacity.tiles
     tokens = np.asarray(lengths, np.int64)
     assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, (
         "a document does not fit an empty pack"
     )
     # Where no document has more tiles per token than a full pack may have, tokens run out first.
-    if (
-        cap is None
-        or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all()
-    ):
-        cap, needs = 0, [0] * count
+    is_short_of_tokens = cap is None
+    if cap is not None:
+        scaled = np.multiply(tiles, capacity.tokens, dtype=np.int64)
+        is_short_of_tokens = bool((scaled < (cap + 1) * tokens).all())
+    if is_short_of_tokens:
+        cap = 0
+        needs = [0] * count
     else:
         assert tiles.max() <= cap, "a document has more tiles than a pack takes"
         needs = tiles.tolist()
@@ -187,18 +187,25 @@ def pack_best_fit(
     # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its
     # number
     open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
-    packs: list[list[int]] = []
-    shortest, sizes = int(tokens.min(initial=capacity.tokens)), tokens.tolist()
+    packs = []
+    shortest = int(tokens.min(initial=capacity.tokens))
+    sizes = tokens.tolist()
     for position in np.argsort(-tokens, kind="stable").tolist():
-        size, need = sizes[position], needs[position]
-        best, best_room, best_at = (capacity.tokens + 1) * count, cap, -1
+        size = sizes[position]
+        need = needs[position]
+        best = (capacity.tokens + 1) * count
+        best_room = cap
+        best_at = -1
         for room in range(need, cap + 1):
             keys = open_packs[room]
             at = bisect_left(keys, size * count)
             if at < len(keys) and keys[at] < best:
-                best, best_room, best_at = keys[at], room, at
+                best = keys[at]
+                best_room = room
+                best_at = at
         if best_at < 0:
-            free, pack = capacity.tokens, len(packs)
+            free = capacity.tokens
+            pack = len(packs)
             packs.append([position])
         else:
             del open_packs[best_room][best_at]
@@ -236,62 +243,65 @@ class PackOrder:
         while self._first_packs[-1] <= first:
             self.first_pack(len(self._first_packs))
         epoch = bisect_right(self._first_packs, first) - 1
-        packs: list[PlannedPack] = []
+        packs = []
         while len(packs) < count:
             begin = first + len(packs) - self.first_pack(epoch)
             plan = self.epoch_plan(epoch)
-            for start, end in pairwise(
-                plan.starts[begin : begin + count - len(packs) + 1].tolist()
-            ):
+            starts = plan.starts[begin : begin + count - len(packs) + 1].tolist()
+            for start, end in pairwise(starts):
                 packs.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
             epoch += 1
         return packs
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return an epoch's plan; the last two used are kept. Raises UserError where it holds no
-        pack.
+        """Return an epoch's plan.
+
+        The last two used are kept. Raises UserError where it holds no pack.
         """
         return self._plan(epoch)
 
     def first_pack(self, epoch: int) -> int:
-        """Return the number of an epoch's first pack; raises UserError where an epoch before it
-        holds none.
+        """Return the number of an epoch's first pack.
+
+        Raises UserError where an epoch before it holds none.
         """
         while len(self._first_packs) <= epoch:
-            self._first_packs.append(
-                self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1))
-            )
+            last = self.epoch_plan(len(self._first_packs) - 1)
+            self._first_packs.append(self._first_packs[-1] + len(last))
         return self._first_packs[epoch]
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
-        """Return the steps that train every sample of these epochs; the next epoch fills the last
-        one.
+        """Return the steps that train every sample of these epochs.
+
+        The next epoch fills the last one.
         """
         return -(-self.first_pack(epochs) // packs_per_step)
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         plan = plan_epoch(
-            self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window
+            self.sets,
+            self.seed,
+            epoch,
+            self.capacity,
+            self.shuffle_shards,
+            self.pack_window,
         )
         if len(plan):
             return plan
         if plan.drawn == 0:
             why = (
-                "they are empty, or held out for evaluation, or the weight of their data set is "
-                "too small for epoch "
-                f"{epoch} to draw one"
+                "they are empty, or held out for evaluation, "
+                f"or the weight of their data set is too small for epoch {epoch} to draw one"
             )
         else:
             limit = self.capacity.tiles
-            tiles = (
-                ""
-                if limit is None
-                else f", or have more than {limit} tiles (data.max_tiles_per_pack)"
-            )
+            tiles = ""
+            if limit is not None:
+                tiles = f", or have more than {limit} tiles (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than "
-                "data.pack_length="
-                f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used"
+                f"data.pack_length={self.capacity.tokens} tokens{tiles}, "
+                f"and {plan.unusable} cannot be used"
             )
         shards = sum(len(one.shard_sizes) for one in self.sets)
         raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")

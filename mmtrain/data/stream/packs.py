@@ -1,9 +1,9 @@
 """From samples to a micro-batch's tensors.
 
 sample --template--> document: input_ids and labels; its length must be the planned one
-packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch:
-    (B, L) tensors and
-tiles of images (N, 3, S, S) --to_device--> the same where the model is
+packs: lists of documents, and of gaps where samples are quarantined
+    --make_batch--> PackedBatch: (B, L) tensors and tiles of images (N, 3, S, S)
+    --to_device--> the tensors where the model is
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ class PackedBatch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """What decoder layers take: position_ids (B, L), or (4, B, L) with the grid positions
-        behind them.
-        """
+        """Positions for decoder layers: position_ids (B, L), or (4, B, L) with grid positions."""
         if self.grid_positions is None:
             return self.position_ids
         return torch.cat([self.position_ids[None], self.grid_positions])
@@ -117,7 +115,10 @@ class Processor:
         if vision is not None:
             pixels = config.data.max_image_pixels
             self.transform = image_transform(
-                vision.name, config.data.image_fit, pixels, self.layout.tile_size
+                vision.name,
+                config.data.image_fit,
+                pixels,
+                self.layout.tile_size,
             )
         self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
@@ -130,9 +131,7 @@ class Processor:
         try:
             document = self.template(sample)
         except BadSample as error:
-            return QuarantinedSample(
-                sample.key, sample.shard, sample.offset, error.reason, error.detail
-            )
+            return sample.quarantined(error)
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
             place = reader.catalog.find(number)
@@ -151,16 +150,19 @@ class Processor:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         has_grid = self.layout.has_grid_positions
         return make_batch(
-            packs, self.capacity.tokens, self.padding_id, self.decode, buffer, has_grid=has_grid
+            packs,
+            self.capacity.tokens,
+            self.padding_id,
+            self.decode,
+            buffer,
+            has_grid=has_grid,
         )
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
         """Return the micro-batch with its tiles in float32, as a stock encoder takes them."""
-        return (
-            batch
-            if batch.tiles is None
-            else replace(batch, tiles=self.transform.normalise(batch.tiles))
-        )
+        if batch.tiles is None:
+            return batch
+        return replace(batch, tiles=self.transform.normalise(batch.tiles))
 
 
 def make_batch(
@@ -172,8 +174,9 @@ def make_batch(
     *,
     has_grid: bool = False,
 ) -> PackedBatch:
-    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises
-    BadSample.
+    """Turn B packs into one micro-batch.
+
+    `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number
     of tiles, takes the tiles; without one they get memory of their own. `has_grid`: with grid
@@ -184,47 +187,49 @@ def make_batch(
     input_ids = np.full(shape, padding_id, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
-    grid = np.empty((3, *shape), np.int64) if has_grid else None
-    tiles: list[torch.Tensor] = []
-    tilings: list[Tiling] = []
-    keys: list[str] = []
-    faults: list[tuple[int, QuarantinedSample]] = []
-    samples_of_packs: list[int] = []
+    grid = np.empty((3, *shape), np.int64)
+    tiles = []
+    tilings = []
+    keys = []
+    faults = []
+    samples_of_packs = []
     tokens = 0
     for row, pack in enumerate(packs):
-        start, before = 0, len(keys)
+        start = 0
+        before = len(keys)
         for entry in pack.entries:
             if isinstance(entry, Gap):
-                length, fault = entry.length, entry.fault
+                length = entry.length
+                fault = entry.fault
             else:
-                length, fault = len(entry.input_ids), None
+                length = len(entry.input_ids)
+                fault = None
                 try:
                     tiles += _decoded_images(entry, decode)
                     tilings += entry.tilings
                 except BadSample as error:
-                    sample = entry.sample
-                    fault = QuarantinedSample(
-                        sample.key, sample.shard, sample.offset, error.reason, error.detail
-                    )
+                    fault = entry.sample.quarantined(error)
             end = start + length
             assert end <= pack_length, (
                 f"documents of {end} tokens or more in a pack of {pack_length}"
             )
+
             position_ids[row, start:end] = np.arange(length)
-            if grid is not None:
-                grid[:, row, start:end] = np.arange(length) if fault else positions_of(entry)
+            grid[:, row, start:end] = position_ids[row, start:end]
             if fault is None:
                 input_ids[row, start:end] = entry.input_ids
                 labels[row, start:end] = entry.labels
+                if has_grid:
+                    grid[:, row, start:end] = positions_of(entry)
                 keys.append(entry.sample.key)
                 tokens += length
             else:
                 faults.append((row, fault))
             start = end
         position_ids[row, start:] = np.arange(pack_length - start)
-        if grid is not None:
-            grid[:, row, start:] = position_ids[row, start:]
+        grid[:, row, start:] = position_ids[row, start:]
         samples_of_packs.append(len(keys) - before)
+
     used = None if buffer is None else buffer[: sum(map(len, tiles))]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -237,7 +242,7 @@ def make_batch(
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
-        grid_positions=None if grid is None else torch.from_numpy(grid),
+        grid_positions=torch.from_numpy(grid) if has_grid else None,
     )
 
 
@@ -248,13 +253,13 @@ def positions_of(document: Document) -> np.ndarray:
 
 
 def _decoded_images(
-    document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
+    document: Document,
+    decode: Callable[[bytes, Tiling, bool], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []
-    for number, (content, tiling) in enumerate(
-        zip(document.sample.images, document.tilings, strict=True)
-    ):
+    images = zip(document.sample.images, document.tilings, strict=True)
+    for number, (content, tiling) in enumerate(images):
         try:
             tiles.append(decode(content, tiling, document.is_control))
         except BadSample as error:
@@ -263,8 +268,9 @@ def _decoded_images(
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """Return the micro-batch with token ids, tiles and their places on `device`; the host uses the
-    rest.
+    """Return the micro-batch with token ids, tiles and their places on `device`.
+
+    The host uses the rest.
     """
     if torch.device(device).type == "cpu":
         return batch
