@@ -218,7 +218,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(
 
 
 # their LLMs have no own class
-@pytest.mark.parametrize("kind", sweep(COMPLETED.keys() - MROPE.keys(), DAILY))
+@pytest.mark.parametrize("kind", sweep(sorted(COMPLETED.keys() - MROPE.keys()), DAILY))
 def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(
     make, configured, tmp_path, kind
 ):
