@@ -151,7 +151,7 @@ def scene(tmp_path_factory) -> Scene:
     samples: list[Held] = []
     while len(samples) < 28:
         number = len(samples)
-        images = {5: 3, 11: 0}.get(number, 2 if number % 8 == 3 else 1)
+        images = {5: 3, 10: 0}.get(number, 2 if number % 8 == 3 else 1)
         pngs = tuple(png(draw) for _ in range(images))
         sample = Held(f"{number:06d}", "<image>\n" * images + f"What is in {number}?", (), pngs)
         if images == 0:
