@@ -56,12 +56,10 @@ def under_torchrun(patch: pytest.MonkeyPatch, rank: int, **more: str) -> None:
 def test_many_shards_are_not_indexed_while_other_processes_wait(
     tiny, tmp_path, monkeypatch, make_tiny
 ):
-    shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
+    make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
     monkeypatch.setattr(data, "INDEXED_WHILE_OTHERS_WAIT", 1000)
-    with pytest.raises(
-        UserError, match=rf"2 of 2 shards .*mmtrain index {shards[0]} {shards[1]} --tok"
-    ):
+    with pytest.raises(UserError, match=r"2 of 2 shards .*mmtrain index CONFIG$"):
         data.check_data(config, others_wait=True)
     data.check_data(config, others_wait=False)
     data.check_data(config, others_wait=True)

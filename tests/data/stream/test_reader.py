@@ -106,7 +106,7 @@ def test_a_shard_replaced_by_one_of_the_same_size_gives_no_other_sample_and_says
     fault = reader.read(0)
     assert (
         fault.reason == "checksum"
-        and "replaced after it was indexed (then run mmtrain index --rebuild" in fault.detail
+        and "replaced after it was indexed (then run mmtrain index CONFIG --rebuild" in fault.detail
     )
 
 

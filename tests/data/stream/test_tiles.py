@@ -182,7 +182,7 @@ def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(
     }
     said = (
         "image 0: {} x {} pixels, but its index says {} x {}; index its shard again: "
-        "mmtrain index --rebuild"
+        "mmtrain index CONFIG --rebuild"
     )
     assert lost["0002"].detail.startswith(said.format(*size, *wrong))
 
