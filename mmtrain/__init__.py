@@ -4,11 +4,11 @@ stages.
     import mmtrain
 
     config = mmtrain.load_config("example:llava_pp4", ["train.max_steps=40"])  # pip install
-        'mmtrain[demo]'
+                                                                               'mmtrain[demo]'
     plan = mmtrain.make_plan(config)                     # who holds, trains and runs what; needs no
-        GPU and no weights
+                                                         GPU and no weights
     run = mmtrain.train(config).wait()                   # processes of their own; their console is
-        shown here
+                                                         shown here
     print(run.scores[-1]["exact_match"], run.checkpoints)
     folder = mmtrain.export(run, "hf", "exported/demo")  # for stock transformers
     print(mmtrain.generate(folder, "picture.png", "Which digit is at the top left?"))

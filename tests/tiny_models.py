@@ -2,10 +2,9 @@
 arguments and seed.
 
 llm/         random causal LM of some family, saved by stock transformers, with a byte-level BPE
-    tokenizer
-vision/      random ViT without class token in timm's local folder format
-shards/      webdataset tars: PNG and JPEG scenes of coloured shapes with LLaVA-format conversations
-config.yaml  a run over four pipeline ranks
+tokenizer vision/      random ViT without class token in timm's local folder format shards/
+webdataset tars: PNG and JPEG scenes of coloured shapes with LLaVA-format conversations config.yaml
+a run over four pipeline ranks
 """
 
 from __future__ import annotations

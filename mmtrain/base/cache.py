@@ -1,6 +1,7 @@
-"""Where mmtrain keeps what it can make again: probes' verdicts, calibrations, the demo's data,
-exports for chatting, output of `pipe:` shards, indexes of shards whose folders cannot be written,
-and models' shapes by `mmtrain record`.
+"""Folders for files that mmtrain can make again.
+
+They hold verdicts of the probe, calibrations, the demo's data, exports for chatting, output of
+`pipe:` shards, indexes of shards in read-only folders, and shapes by `mmtrain record`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Measure how long layers and messages of a run take on this machine, and print the plan with these
-times.
+"""Measure how long a run's layers and messages take on this machine, and print its plan.
 
 Takes about a minute and as many ranks as the run has, all on this machine. Later plans of this run
 on such devices find the result in the cache. To carry it to other machines, name a file by

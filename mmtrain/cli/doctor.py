@@ -1,5 +1,4 @@
-"""The first minutes on a machine: does what training needs work here, and does it compute the right
-numbers?
+"""Check that training works on this machine, and that it computes the right numbers.
 
 Checks run one after the other, each in its own process with a time limit, and print one line each:
 ok, FAILED with what to do, or skipped with the reason. Without a GPU their ranks run on the CPU.

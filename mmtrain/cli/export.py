@@ -1,28 +1,22 @@
-"""Export what was trained: alone, for LLaVA's code, or with its models as a folder that stock
-transformers loads.
+"""Export what was trained: alone, for LLaVA's code, or as a folder for stock transformers.
 
     --format safetensors   OUT/projector.safetensors (every trained tensor, and the whole projector)
-        and projector.json,
-                           which says what it belongs to: models, layer, widths, steps, data,
-                               scores, versions; of a run
-                           on text alone trained.safetensors and trained.json
+                           and projector.json, which says what it belongs to: models, layer, widths,
+                           steps, data, scores, versions. A run on text alone writes
+                           trained.safetensors and trained.json
     --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its
-        loader wants
-                           `llava` in the folder's name)
+                           loader wants `llava` in the folder's name)
     --format hf            OUT/: the whole model, as the stock class that computes what was trained,
-        such as Llava or
-                           Lfm2Vl; without one the run is refused. from_pretrained(OUT) of it and of
-                               AutoProcessor need
-                           nothing else; README.md in it shows how. Adapters (model.lora) are merged
+                           such as Llava or Lfm2Vl; without one the run is refused.
+                           from_pretrained(OUT) of it and of AutoProcessor need nothing else;
+                           README.md in it shows how. Adapters (model.lora) are merged
     --format peft          OUT/adapter_model.safetensors and adapter_config.json: the LLM's
-        adapters, for
-                           PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format
-                               hf writes it but for
-                           these adapters: with the projector, the encoder (its adapters merged) and
-                               all else that was
+                           adapters, for PeftModel.from_pretrained(base, OUT). OUT/base is that
+                           base, as --format hf writes it but for these adapters: with the
+                           projector, the encoder (its adapters merged) and all else that was
                            trained. --base llm: they are for the LLM as it was published; the
-                               projector lies beside them
-                           as with --format safetensors; anything else that was trained is refused
+                           projector lies beside them as with --format safetensors; anything else
+                           that was trained is refused
 
 The models are read where the run's configuration says. Memory for the encoder and one file
 (--max-shard-gb) is enough. No file is replaced; OUT appears when all of it is on the disk and was

@@ -1,5 +1,4 @@
-"""Make the page of a run: what was trained, whether it worked, what went wrong; several runs are
-put side by side.
+"""Make the page of a run: what was trained, whether it worked; or of several, side by side.
 
 The page is one HTML file that opens without a network: curves, evaluations, held-out questions with
 their answers, where time and memory went, samples, faults. A run leaves RUN/report.html at its end;

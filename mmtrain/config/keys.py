@@ -46,8 +46,9 @@ class EntersCalibration:
 
 @dataclass(frozen=True)
 class InsteadOf:
-    """Of this key and another of its section one is set; an override of one takes the place of the
-    file's other.
+    """Mark a key that excludes another of its section.
+
+    An override of one replaces the other, where the file sets that.
     """
 
     key: str

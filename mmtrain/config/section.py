@@ -1,6 +1,4 @@
-"""What every section of a configuration is: strict, frozen, with checks that concern several of its
-keys.
-"""
+"""The base class of all sections of a configuration: strict, frozen, with checks across keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a demo scene is: a 2 x 2 grid of cells, each with a coloured handwritten digit or with
-nothing.
+"""Draw the demo's scenes: 2 x 2 cells, each empty or with a coloured handwritten digit.
 
 Neither text nor image: `text` puts a scene into words, `pictures` paints it. The demo's LLM is
 trained on the words alone, its vision encoder on the pictures alone; that both speak of the same

@@ -132,9 +132,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class _Ahead:
-    """What training or an evaluation has begun and not used, by number of the micro-batch in the
-    step.
-    """
+    """Micro-batches that are begun and not yet used, by their number in the step."""
 
     batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
     tiles: dict[int, int] = field(default_factory=dict)  # the chain

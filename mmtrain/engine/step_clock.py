@@ -42,8 +42,9 @@ class RankSeconds(NamedTuple):
 
 
 class HeapUse(ctypes.Structure):
-    """What glibc's mallinfo2 returns: `uordblks` bytes are in use, and `hblkhd` in blocks with
-    pages of their own.
+    """The result of glibc's mallinfo2.
+
+    `uordblks` bytes are in use, and `hblkhd` bytes in blocks with pages of their own.
     """
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

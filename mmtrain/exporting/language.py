@@ -2,7 +2,7 @@
 in their place.
 
 model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its
-    own)
+                    own)
 lm_head.weight      -> language_model.lm_head.weight
 
 A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when

@@ -2,7 +2,7 @@
 config.json.
 
     projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear,
-        GELU, Linear)
+                                                                 GELU, Linear)
     projector.linear_2.weight -> model.mm_projector.2.weight
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
     projector.image_newline   -> model.image_newline             of layouts with lines

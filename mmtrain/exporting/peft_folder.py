@@ -1,15 +1,15 @@
-"""A run's adapters as peft has them, for the published LLM or beside a whole model that has all
-else that was trained.
+"""Write adapters as peft has them, for the published LLM or beside a whole model.
 
-llm.layers.0.self_attn.q_proj.lora_A.weight ->
-base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+llm.layers.0.self_attn.q_proj.lora_A.weight
+    -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 OUT/adapter_model.safetensors   the adapters of the LLM, in names of the base model's modules
 OUT/adapter_config.json         peft's LoraConfig: rank, scale, and which modules have one, no
-    others by mistake
+                                others by mistake
 OUT/base/                       --base hf: the folder of --format hf with those adapters left out,
-    all else as trained
-OUT/projector.safetensors, projector.json   --base llm: what the LLM has no place for, the projector
+                                all else as trained
+OUT/projector.safetensors, projector.json
+                                --base llm: what the LLM has no place for, the projector
 
 Which tensors peft will look for it is asked itself, with the base model on the meta device.
 """

@@ -3,7 +3,7 @@ their check.
 
 RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
                                         processor_config.json, preprocessor_config.json,
-                                            generation_config.json
+                                        generation_config.json
 messages, images --AutoProcessor--> check_processor: the token ids and pixels of training, or
     UserError
 

@@ -1,7 +1,7 @@
 """The trained tensors alone: one safetensors file, and a JSON that says what it belongs to.
 
 OUT/projector.safetensors   trained tensors by global name (projector.linear_1.weight, ...), the
-    rest of the projector
+                            rest of the projector
 OUT/projector.json          models, steps, data, scores, versions (`origin`), and the file's SHA-256
 
 A run on text alone has trained.safetensors and trained.json.

@@ -12,7 +12,7 @@ for patches. A timm ViT gets other names; features differ by rounding alone:
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
     timm: class token                               dinov2, its layer scales 1 where the encoder has
-        none
+                                                    none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral

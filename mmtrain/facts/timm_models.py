@@ -2,8 +2,7 @@
 it takes seconds.
 
 names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a
-    place for all of them,
-                                              or why there is none
+                                              place for all of them, or why there is none
 
 Names alone do not tell an activation or rotary positions: the export asks the modules for those.
 """

@@ -1,9 +1,8 @@
 """A tile of the whole image, then the lines of a grid without its padding, each with a trained
 newline behind it.
 
-anyres        LlavaNext's: of any number of tiles
-anyres_max_9  LlavaOnevision's: interpolated to what 9 tiles have where it is more than
-    LARGEST_EXCESS squared times as
+anyres        LlavaNext's: of any number of tiles anyres_max_9  LlavaOnevision's: interpolated to
+what 9 tiles have where it is more than LARGEST_EXCESS squared times as
               much; of several images in a sample each is one padded tile and a newline
 
 The grid is that of the pinpoint that loses least of the picture, which lies in its middle, on

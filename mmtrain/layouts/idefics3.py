@@ -15,7 +15,6 @@ class Idefics3(ImageLayout):
     name = "idefics3"
     has_texts = True
     marks = ("<fake_token_around_image>", "<global-img>")
-    joins_patches = True
     texts = (name, _BEFORE, _BEHIND)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:

@@ -84,8 +84,6 @@ class ImageLayout:
     has_texts: ClassVar[bool] = False  # words stand around an image's positions
     image_token: ClassVar[str] = "<image>"  # of the stock tokenizer; here records.IMAGE_MARK
     marks: ClassVar[tuple[str, ...]] = ()  # tokens of these texts that the tokenizer must have
-    # the connectors of its stock class make one position of several patches
-    joins_patches: ClassVar[bool] = False
     in_llava: ClassVar[bool] = False  # LLaVA's own code has it
 
     @property

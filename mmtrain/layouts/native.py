@@ -2,8 +2,8 @@
 position of the LLM.
 
 smart    between `min_positions` and `max_positions` cells; small images are enlarged (LFM2-VL's,
-    Qwen-VL's)
-longest  no side longer than `longest_edge` pixels; small images keep their size (Pixtral's)
+Qwen-VL's) longest  no side longer than `longest_edge` pixels; small images keep their size
+(Pixtral's)
 
 The picture is stretched to whole cells. Sources in transformers: `smart_resize` of
 Lfm2VlImageProcessor and of Qwen2VLImageProcessor, `get_resize_output_image_size` of
@@ -46,7 +46,6 @@ class Native(ImageLayout):
     keys = ("min_positions", "max_positions", "longest_edge")
     is_sized = True
     attends_across = True
-    joins_patches = True
 
     @property
     def numbers(self) -> str:

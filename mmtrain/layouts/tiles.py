@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from mmtrain.layouts.layout import ImageLayout, Tiling
 
-DEFAULT_MAX_TILES = 12  # AyaVision's and InternVL's
 _TILE, _OVERVIEW = "TILE", "TILE_GLOBAL"  # AyaVisionProcessor's texts before tiles
 
 
@@ -22,13 +21,12 @@ _TILE, _OVERVIEW = "TILE", "TILE_GLOBAL"  # AyaVisionProcessor's texts before ti
 class Tiles(ImageLayout):
     """A grid of at most `max_tiles` tiles, and the whole; one tile alone where the grid is one."""
 
-    max_tiles: int = DEFAULT_MAX_TILES
+    max_tiles: int = 12  # AyaVision's and InternVL's
 
     name = "tiles"
     keys = ("max_tiles",)
     is_sized = True
     has_texts = True
-    joins_patches = True
     # of AyaVisionProcessor
     token_settings: ClassVar = {"tile_token": _TILE, "tile_global_token": _OVERVIEW}
 

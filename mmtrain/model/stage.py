@@ -7,8 +7,8 @@ any stage     of a later slice: hidden states of tiles (N, T + prefix, W) --enco
     features
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
 last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss
-    sum, supervised tokens
-              (or predicted tokens); of the last decoder layer, what supervised tokens alone need
+              sum, supervised tokens (or predicted tokens); of the last decoder layer, what
+              supervised tokens alone need
 
 Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the
 host); between slices of the encoder hidden states of tiles and, to stage 0, features, in the

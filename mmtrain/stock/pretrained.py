@@ -2,8 +2,8 @@
 sees.
 
 config.json, the processor's files --StockFolder, StockClass.read--> model.vision.{select_layer,
-    final_norm, layout,
-                     max_tiles, pinpoints}, model.projector.{type, factor, width}, data.image_fit
+                     final_norm, layout, max_tiles, pinpoints}, model.projector.{type, factor,
+                     width}, data.image_fit
 
 This is the inverse of what an export writes. What these keys cannot say is refused by name.
 """

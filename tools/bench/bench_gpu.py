@@ -4,7 +4,7 @@ alone on all.
     equal      samples of one length (576 image and 80 text tokens)
     ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
     pipeline   mmtrain alone, a rank on each device, equal samples: memory and idle time beside the
-        plan
+               plan
 
 The LLM's random weights are made on the device and shared by all contestants. Contestants: mmtrain,
 and stock transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned

@@ -5,7 +5,7 @@ one decoder layer's mixer, forward and input gradient of a pack, bfloat16 on a G
 CPU:
   leaking   the stock mixer over the whole pack; wrong, but the fastest there is
   mmtrain   document by document, those of one length in one call; all in one where a GPU's kernels
-      take borders
+            take borders
 """
 
 from __future__ import annotations

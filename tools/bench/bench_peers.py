@@ -1,17 +1,13 @@
 """mmtrain against what people would otherwise use, on this machine's processor.
 
     equal      pipeline 1 on all threads, samples of one length, against a stock transformers loop
-        over
-               LlavaForConditionalGeneration: as LLaVA's script runs it (every layer recomputed in
-                   backward), and tuned
-               (nothing recomputed)
+               over LlavaForConditionalGeneration: as LLaVA's script runs it (every layer recomputed
+               in backward), and tuned (nothing recomputed)
     ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
     pipeline   pipeline 2, half of the threads each, against DeepSpeed's own PipelineEngine, its
-        default cut and a
-               uniform one, and torch.distributed.pipelining's 1F1B with a uniform cut, over the
-                   same layers; mmtrain's
-               plan is made from a calibration, measured before the race as `--calibrate` does for a
-                   run
+               default cut and a uniform one, and torch.distributed.pipelining's 1F1B with a uniform
+               cut, over the same layers; mmtrain's plan is made from a calibration, measured before
+               the race as `--calibrate` does for a run
 
 All of a row train the same random weights on the same samples in the same processes, a step each in
 turn. Ratios were seen to change by 5% from one start of the program to the next: start it several

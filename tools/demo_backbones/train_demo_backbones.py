@@ -2,9 +2,9 @@
 pictures alone.
 
     python tools/demo_backbones/train_demo_backbones.py --out DIR                  all, 25 minutes
-        on two cores
+                                                                                   on two cores
     python tools/demo_backbones/train_demo_backbones.py --out mmtrain/demo         replace those of
-        mmtrain
+                                                                                   mmtrain
     python tools/demo_backbones/train_demo_backbones.py --out DIR --only vision
 
 OUT gets llm/ (a transformers Llama and its tokenizer), vision/ (timm's local folder format),

@@ -1,29 +1,17 @@
-"""Where a trained projector lies and whether it fits the run: `model.projector.init_from`, looked
-at without torch.
+"""Find a trained projector and tell, without torch, whether it fits: `model.projector.init_from`.
 
-path --what it is--> files --names and shapes, where headers tell them--> fits the run, or UserError
+path --kind of file--> files --names and shapes, from headers--> fits the run, or UserError
 
-| path                                         | tensors of the projector
-    |
-|----------------------------------------------|-----------------------------------------------------------|
-| run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors
-    |
-| projector.safetensors, or an export with it  | the same
-    |
-| LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one
-    .weight      |
-| stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below
-    model.; |
-|                                              | of LlavaNext and LlavaOnevision image_newline
-    besides;    |
-|                                              | of Idefics3 and SmolVLM
-    connector.modality_projection.,   |
-|                                              | of LightOnOcr vision_projection., of
-    HyperCLOVAXVisionV2  |
-|                                              | vision_projector., of VideoLlama3
-    projector.readout., of  |
-|                                              | Exaone4_5 visual.merger.
-    |
+Names of the projector's tensors:
+    run or step folder of mmtrain          projector.linear_1.weight in projector.safetensors
+    projector.safetensors, or an export    the same
+    LLaVA's mm_projector.bin, or a folder  model.mm_projector.0.weight; of a linear one .weight
+    stock model's folder, or hub id        multi_modal_projector.linear_1.weight, also below model.;
+                                           of LlavaNext and LlavaOnevision image_newline besides; of
+                                           Idefics3 and SmolVLM connector.modality_projection., of
+                                           LightOnOcr vision_projection., of HyperCLOVAXVisionV2
+                                           vision_projector., of VideoLlama3 projector.readout., of
+                                           Exaone4_5 visual.merger.
 
 LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader
 takes any prefix.

@@ -2,8 +2,7 @@
 fewer bits.
 
 host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
-    the ranks of a machine
-           that stream the same layers
+           the ranks of a machine that stream the same layers
 peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
 nf4, int8  codes and scales of bitsandbytes on the device; a fetch dequantises
 """
