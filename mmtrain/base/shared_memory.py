@@ -12,8 +12,7 @@ from mmtrain.base.errors import UserError
 
 REMEDY = (
     "make room there (df -h /dev/shm), mount a tmpfs that can be written, or start the container "
-    "with --ipc=host or "
-    "--shm-size=8g"
+    "with --ipc=host or --shm-size=8g"
 )
 IS_FULL = f"/dev/shm may be full: {REMEDY}"
 SEMAPHORES = "multiprocessing/synchronize.py"  # of Python: its files in /dev/shm are opened there

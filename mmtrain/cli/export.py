@@ -111,15 +111,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help=size_help
     )
     base_help = (
-        "peft: what the adapters are for. llm: "
-        "the published LLM (default for text alone); "
-        "hf: OUT/base (else)"
+        "peft: what the adapters are for. llm: the published LLM (default for text alone); hf: "
+        "OUT/base (else)"
     )
     parser.add_argument("--base", choices=get_args(Base), help=base_help)
     verify_help = (
-        "hf, peft: compare logits with mmtrain's own on N held-out "
-        "samples, batches with "
-        "single answers (8)"
+        "hf, peft: compare logits with mmtrain's own on N held-out samples, batches with single "
+        "answers (8)"
     )
     push_help = (
         "also upload OUT to this repository of the hub; "

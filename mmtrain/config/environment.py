@@ -88,8 +88,7 @@ def _filled(text: str) -> str:
     filled = _VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
     if _UNREAD.search(filled):  # config.yaml would be filled in again
         raise UserError(
-            f"{escape(text, 60)} still holds ${{...}} after its variables are filled in. "
-            f"Write variables as ${{NAME}}, "
-            "without a default and without another variable in them"
+            f"{escape(text, 60)} still holds ${{...}} after its variables are filled in. Write "
+            f"variables as ${{NAME}}, without a default and without another variable in them"
         )
     return filled

@@ -97,8 +97,7 @@ class VisionSection(Section):
         if self.longest_edge is not None and (least or most):
             raise wrong_together(
                 f"model.vision.longest_edge: {self.longest_edge}, but min_positions or "
-                "max_positions is set too. Leave "
-                "one of the two out"
+                "max_positions is set too. Leave one of the two out"
             )
         return self
 
@@ -211,9 +210,8 @@ class ModelSection(Section):
             fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
             if getattr(vision, key) is not None and vision.layout not in fitting:
                 raise wrong_together(
-                    f"model.vision.{key}: the layout {vision.layout} does not use it. "
-                    "Leave it out, or set "
-                    f"model.vision.layout={' or '.join(fitting)}"
+                    f"model.vision.{key}: the layout {vision.layout} does not use it. Leave it "
+                    f"out, or set model.vision.layout={' or '.join(fitting)}"
                 )
         return self
 
@@ -224,10 +222,8 @@ class ModelSection(Section):
         if self.projector != ProjectorSection():
             raise wrong_together(
                 "model.projector: model.vision is null, and without an encoder there is nothing to "
-                "project. Remove "
-                "model.projector (on the command line: "
-                "model.projector=null), or name an encoder in "
-                "model.vision"
+                "project. Remove model.projector (on the command line: model.projector=null), or "
+                "name an encoder in model.vision"
             )
         if absent := [
             one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")

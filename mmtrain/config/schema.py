@@ -155,9 +155,8 @@ class DataSection(Section):
         missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
         if getattr(self, missing) is None and getattr(self, found) is not None:
             raise wrong_together(
-                f"data.{missing}: null, but data.{found} is set, and the planner needs both. "
-                "Set both as mmtrain "
-                "inspect prints them, or leave both out"
+                f"data.{missing}: null, but data.{found} is set, and the planner needs both. Set "
+                "both as mmtrain inspect prints them, or leave both out"
             )
         return self
 
@@ -233,8 +232,7 @@ class OptimizerSection(Section):
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise wrong_together(
                 f"optimizer.decay_fraction: {self.decay_fraction} and optimizer.warmup_fraction "
-                f"{self.warmup_fraction} "
-                "add up to more than 1, i.e. all steps. Lower one of them"
+                f"{self.warmup_fraction} add up to more than 1, i.e. all steps. Lower one of them"
             )
         return self
 
@@ -304,14 +302,12 @@ class RunConfig(Section):
         if self.model.vision is not None and self.data.images == "strip":
             raise wrong_together(
                 "data.images: strip removes the images, but model.vision has an encoder, which "
-                "needs them. Leave it "
-                "out, or set model.vision=null"
+                "needs them. Leave it out, or set model.vision=null"
             )
         if self.model.vision is None and self.data.template == "plain":
             raise wrong_together(
                 "data.template: plain keeps only images and answers, but model.vision is null, so "
-                "there are no images. "
-                "Set data.template=chat"
+                "there are no images. Set data.template=chat"
             )
         return self
 
@@ -323,9 +319,8 @@ class RunConfig(Section):
         if self.data.image_fit is not None:
             raise wrong_together(
                 f"data.image_fit: {self.data.image_fit} makes one square of an image, but "
-                f"model.vision.layout {layout} "
-                "sets its size. Remove it (on the command line: data.image_fit=null), or set "
-                "model.vision.layout=square"
+                f"model.vision.layout {layout} sets its size. Remove it (on the command line: "
+                "data.image_fit=null), or set model.vision.layout=square"
             )
         return self
 
@@ -349,15 +344,12 @@ class RunConfig(Section):
         if pipeline * data > MAX_RANKS:
             raise wrong_together(
                 f"parallel.data: {data} x parallel.pipeline {pipeline} = {pipeline * data:,} "
-                "ranks; the limit is "
-                f"{MAX_RANKS:,}"
+                f"ranks; the limit is {MAX_RANKS:,}"
             )
         if packs // unit * pipeline > MAX_MICROBATCHES:
             raise wrong_together(
                 f"train.packs_per_step: {packs // unit:,} micro-batches a step x {pipeline} "
-                "pipeline ranks; the limit "
-                f"is {MAX_MICROBATCHES:,} together. Set fewer packs, or raise "
-                "train.packs_per_microbatch or "
-                "parallel.data"
+                f"pipeline ranks; the limit is {MAX_MICROBATCHES:,} together. Set fewer packs, or "
+                "raise train.packs_per_microbatch or parallel.data"
             )
         return self

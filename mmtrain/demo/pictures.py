@@ -53,9 +53,8 @@ class Scans:
             from sklearn.datasets import load_digits
         except ImportError:
             raise UserError(
-                "the demo's handwriting comes with scikit-learn, which is not installed; "
-                "install it: "
-                "pip install 'mmtrain[demo]'"
+                "the demo's handwriting comes with scikit-learn, which is not installed; install "
+                "it: pip install 'mmtrain[demo]'"
             ) from None
         scans = load_digits()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(scans.target))

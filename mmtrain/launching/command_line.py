@@ -104,8 +104,7 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="instead of the plan, show at most five layouts of the run for N devices, best first: "
-        "pipeline ranks, "
-        "replicas, packs a micro-batch, streamed layers, and the keys to set; "
+        "pipeline ranks, replicas, packs a micro-batch, streamed layers, and the keys to set; "
         "takes up to half a minute",
     )
 
@@ -131,8 +130,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         "--resume",
         metavar="auto|never|PATH",
         help="auto (default): resume an existing run; never: refuse to touch it; a step folder: "
-        "resume from there, or "
-        "branch from it if it belongs to another run",
+        "resume from there, or branch from it if it belongs to another run",
     )
     parser.add_argument(
         "--allow-change",
@@ -147,8 +145,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         type=int,
         metavar="STEPS",
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) "
-        "after the first; for "
-        "ui.perfetto.dev",
+        "after the first; for ui.perfetto.dev",
     )
     parser.add_argument(
         "--verbose",

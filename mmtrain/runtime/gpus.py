@@ -119,9 +119,8 @@ def refuse_unusable(machine: Machine) -> None:
         known = ".".join(map(str, driver_cuda))
         if driver_cuda[0] < int(built_for.split(".")[0]):
             raise UserError(
-                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. "
-                f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, "
-                f"or {ON_THE_CPU}"
+                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. Update "
+                f"the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
             )
     # a run for GPUs must not begin on the CPU in silence
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
@@ -144,9 +143,8 @@ def _why_none(machine: Machine, build: str) -> str:
         return f"{CHOICE}={os.environ[CHOICE]} names no GPU of this machine. See nvidia-smi -L"
     error = f" ({machine.error})" if machine.error else ""
     return (
-        f"there is a GPU driver, but {build} sees no GPU{error}. "
-        "Check whether nvidia-smi does, give the container or the job its GPUs "
-        "(docker run --gpus all, sbatch --gres=gpu:N)"
+        f"there is a GPU driver, but {build} sees no GPU{error}. Check whether nvidia-smi does, "
+        "give the container or the job its GPUs (docker run --gpus all, sbatch --gres=gpu:N)"
     )
 
 
