@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 
 COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says

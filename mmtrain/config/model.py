@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
+from mmtrain.config.keys import Files, Fixed, Float, Free, Kept, Measured, Section, wrong_together
 from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
-from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 

@@ -7,9 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Free
+from mmtrain.config.keys import Files, Float, Free, Section, wrong_together
 from mmtrain.config.limits import MAX_LAYERS
-from mmtrain.config.section import Float, Section, wrong_together
 
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]

@@ -10,11 +10,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mmtrain.config.keys import NAME, Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
+from mmtrain.config.keys import (
+    NAME,
+    Files,
+    Fixed,
+    Float,
+    Free,
+    InsteadOf,
+    Kept,
+    Measured,
+    NamesFiles,
+    Section,
+    wrong_together,
+)
 from mmtrain.config.limits import MAX_CELLS, MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
-from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.config.templates import TemplateName, TemplateText, is_template_file
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]

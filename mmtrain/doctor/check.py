@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, python_child
 
 CHILD = "from mmtrain.doctor.check import main; main()"

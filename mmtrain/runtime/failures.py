@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import IS_FULL
+from mmtrain.base.errors import SHARED_MEMORY_IS_FULL, UserError
 from mmtrain.runtime.job import Job
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -46,7 +45,7 @@ NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 WHY_KILLED = {  # by signal
     signal.SIGKILL: "if nobody killed it, the machine ran out of memory: see dmesg",
-    signal.SIGBUS: IS_FULL,
+    signal.SIGBUS: SHARED_MEMORY_IS_FULL,
 }
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21
 # ProcessGroupNCCL.cpp] ...", with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
@@ -204,7 +203,7 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
         )
         return "user", cause
     if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
-        return "user", f"{lacks_room[0]}; {IS_FULL}"
+        return "user", f"{lacks_room[0]}; {SHARED_MEMORY_IS_FULL}"
     # Where torch notices the worker's end in another way, the message that names the signal is that
     # of the cause.
     if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):

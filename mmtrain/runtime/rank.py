@@ -22,8 +22,8 @@ from typing import TextIO
 import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
+from mmtrain.base.errors import naming_shared_memory
 from mmtrain.base.printing import print_info, show_error, show_logs
-from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
