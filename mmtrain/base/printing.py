@@ -186,7 +186,8 @@ class _Shown(logging.Handler):
 
     def __init__(self, show: Callable[[str], None], details: Callable[[str], None]) -> None:
         super().__init__()
-        self._show, self._details = show, details
+        self._show = show
+        self._details = details
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.INFO:
@@ -198,7 +199,8 @@ class _Shown(logging.Handler):
 def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
     """Send mmtrain's logs to `show` alone from now on, those below INFO to `details`."""
     logger = logging.getLogger("mmtrain")
-    logger.handlers, logger.propagate = [_Shown(show, details or show)], False
+    logger.handlers = [_Shown(show, details or show)]
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)
 
 
@@ -208,12 +210,15 @@ def logs_shown(
 ) -> Iterator[None]:
     """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
-    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    handlers = logger.handlers
+    propagate = logger.propagate
+    level = logger.level
     show_logs(show, details)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers = handlers
+        logger.propagate = propagate
         logger.setLevel(level)
 
 

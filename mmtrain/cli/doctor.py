@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(check: Check, folder: Path) -> str:
     """Run a check, print its line and return its state."""
-    on_terminal, began = sys.stdout.isatty(), time.monotonic()
+    on_terminal = sys.stdout.isatty()
+    began = time.monotonic()
     if on_terminal:
         print_words(f"{check.name}: {check.purpose}")
     try:

@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> None:
     make_demo_shards(names, "SHARDS")
     tars = find_shards(names, programs)
     reading = reading_of(config, tars)
-    layout, form, fingerprint = reading.layout, reading.form, reading.fingerprint
+    layout = reading.layout
+    form = reading.form
+    fingerprint = reading.fingerprint
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
         print_result(

@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
         surveyed = survey(tars, form=sample_format(AUTO, None, "", tars, "SHARDS"))
     else:
         reading = reading_of(config, tars)
-        layout, form = reading.layout, reading.form
+        layout = reading.layout
+        form = reading.form
         ensure_indexes(tars, reading.tokenizer, reading.template, layout, form, stream=stream)
         if options.show is not None:
             _show(tars, reading, options)
@@ -163,7 +164,8 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
 
 
 def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) -> None:
-    none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
+    none = int((survey.images == 0).sum())
+    one = int((survey.images == 1).sum())
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(
@@ -234,7 +236,8 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
 
     def count(size: int) -> None:
         nonlocal samples, compared
-        samples, compared = samples + 1, compared + size
+        samples += 1
+        compared += size
         show()
 
     def show() -> None:
@@ -302,12 +305,15 @@ def _print_sample(sample: TokenizedSample) -> None:
     total = images = labels = 0
     for row, following in itertools.zip_longest(sample.rows, sample.rows[1:]):
         total += row.positions
-        position, token, text = f"{row.first:,}", str(row.token), _shown_text(row)
+        position = f"{row.first:,}"
+        token = str(row.token)
+        text = _shown_text(row)
         if row.positions > 1:
             position += f" - {row.first + row.positions - 1:,}"
         if row.token == IMAGE_POSITION:
             images += row.positions
-            token, text = "", f"{row.positions} x {text}"
+            token = ""
+            text = f"{row.positions} x {text}"
         label = predicted = ""
         if row.label != IGNORE:
             labels += 1

@@ -69,7 +69,8 @@ def _filled(text: str) -> str:
                 f"${variable[1]} is neither a file nor a variable. Write ${{{variable[1]}}}"
             )
     for variable in _VARIABLE.finditer(text):
-        name, shown = variable[1], escape(variable[0], 60)
+        name = variable[1]
+        shown = escape(variable[0], 60)
         value = os.environ.get(name, "")
         if _SECRET.search(name.upper()):
             raise UserError(

@@ -177,25 +177,25 @@ class Section(BaseModel):
         """Give a section that is null or left out no keys, so that errors name the keys that it
         lacks.
         """
-        if content is not None and not isinstance(content, dict):
-            return content
-        needed = [name for name, field in cls.model_fields.items() if field.is_required()]
-        return {name: {} for name in needed if section_of(cls.model_fields[name].annotation)} | (
-            content or {}
-        )
+        if content is None:
+            content = {}
+        if isinstance(content, dict):
+            for name, field in cls.model_fields.items():
+                if field.is_required() and section_of(field.annotation):
+                    content = {name: {}} | content
+        return content
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:
-        for name, mark in (
-            (n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata
-        ):
-            if isinstance(mark, InsteadOf):
-                section, other = mark.key.split(".")
-                set_keys = sum(getattr(self, key) is not None for key in (name, other))
-                if mark.is_needed and set_keys != 1:
-                    raise wrong_together(
-                        f"{mark.key}: set exactly one of {mark.key} and {section}.{name}"
-                    )
-                if set_keys == 2:
-                    raise wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
+        for (name, *below), mark in marked(type(self), InsteadOf).items():
+            if below:  # the section that declares it has checked it
+                continue
+            section, other = mark.key.split(".")
+            unset = (getattr(self, name), getattr(self, other)).count(None)
+            if mark.is_needed and unset != 1:
+                raise wrong_together(
+                    f"{mark.key}: set exactly one of {mark.key} and {section}.{name}"
+                )
+            if unset == 0:
+                raise wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
         return self

@@ -150,7 +150,7 @@ class DataSection(Section):
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
     @model_validator(mode="after")
-    def _check_sets(self) -> Self:
+    def _check_sets_and_expected_image(self) -> Self:
         if self.sets == ():
             raise wrong_together("data.sets: the list is empty. Name at least one data set")
         names = [one.name for one in self.sets or ()]
@@ -158,10 +158,7 @@ class DataSection(Section):
             raise wrong_together(
                 f"data.sets: two sets have the same name ({', '.join(names)}). Names must differ"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_expected_image(self) -> Self:
         keys = ("expected_image_tiles", "expected_image_positions")
         missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
         if getattr(self, missing) is None and getattr(self, found) is not None:
@@ -309,39 +306,31 @@ class RunConfig(Section):
     export: ExportSection = ExportSection()
 
     @model_validator(mode="after")
-    def _check_images_of_text_alone(self) -> Self:
-        if self.model.vision is not None and self.data.images == "strip":
+    def _check_images(self) -> Self:
+        vision = self.model.vision
+        if vision is not None and self.data.images == "strip":
             raise wrong_together(
                 "data.images: strip removes the images, but model.vision has an encoder, which "
                 "needs them. Leave it out, or set model.vision=null"
             )
-        if self.model.vision is None and self.data.template == "plain":
+        if vision is None and self.data.template == "plain":
             raise wrong_together(
                 "data.template: plain keeps only images and answers, but model.vision is null, so "
                 "there are no images. Set data.template=chat"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tiles(self) -> Self:
-        if self.model.vision is None or not self.model.vision.cuts_images:
-            return self
-        layout = self.model.vision.layout
-        if self.data.image_fit is not None:
+        if vision is not None and vision.cuts_images and self.data.image_fit is not None:
             raise wrong_together(
                 f"data.image_fit: {self.data.image_fit} makes one square of an image, but "
-                f"model.vision.layout {layout} sets its size. Remove it (on the command line: "
-                "data.image_fit=null), or set model.vision.layout=square"
+                f"model.vision.layout {vision.layout} sets its size. Remove it (on the command "
+                "line: data.image_fit=null), or set model.vision.layout=square"
             )
         return self
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        packs, data, per_microbatch = (
-            self.train.packs_per_step,
-            self.parallel.data,
-            self.train.packs_per_microbatch,
-        )
+        packs = self.train.packs_per_step
+        per_microbatch = self.train.packs_per_microbatch
+        data = self.parallel.data
         unit = data * per_microbatch
         if packs % unit:
             below = packs // unit * unit

@@ -71,7 +71,8 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
     """Run a check in a child process, for at most `seconds`. None of its processes is left
     afterwards.
     """
-    log, result = folder / f"{check.name}.log", folder / f"{check.name}.json"
+    log = folder / f"{check.name}.log"
+    result = folder / f"{check.name}.json"
     with log.open("w") as output:
         child = subprocess.Popen(
             **python_child("-c", CHILD, check.function, folder, result),

@@ -75,7 +75,8 @@ def driver(folder: Path) -> str:
 
 def memory(folder: Path) -> str:
     """Check that GPUs, host and /dev/shm have memory free."""
-    gpus, texts = visible_gpus(), []
+    gpus = visible_gpus()
+    texts = []
     choose = "end the processes that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     for place, free, needed, remedy in (

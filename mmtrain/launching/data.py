@@ -66,7 +66,9 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
             "on say nothing of others. Leave some shards out of data.shards, or set eval.fraction "
             "instead"
         )
-    template, llm, layout = config.data.template, config.model.llm.path, image_layout(config)
+    template = config.data.template
+    llm = config.model.llm.path
+    layout = image_layout(config)
     folder = model_folder(llm)
     by_form = shards_by_form(found.values())
     texts = {

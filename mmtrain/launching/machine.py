@@ -28,7 +28,8 @@ from mmtrain.runtime.gpus import Gpu, threads_of_rank, visible_gpus
 from mmtrain.runtime.job import Job
 
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
-LOOPBACK, SECONDS_TO_CONNECT = "127.0.0.1", 5.0
+LOOPBACK = "127.0.0.1"
+SECONDS_TO_CONNECT = 5.0
 CGROUP = Path("/sys/fs/cgroup")
 # the first AdamW imports _dynamo: 2 s in every rank
 RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")

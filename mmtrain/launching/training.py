@@ -80,8 +80,10 @@ SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 
 
 def train(config: RunConfig, options: Options) -> int:
     """Start this machine's ranks, wait, print how the run ended and return the exit code."""
-    is_first, alone = options.node_rank == 0, options.nnodes == 1
-    local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
+    is_first = options.node_rank == 0
+    alone = options.nnodes == 1
+    local_ranks = ranks_of_node(config, options)
+    gpus = visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     may_stay_whole = alone and config.parallel.encoder_ranks == "auto"
     has_slices = len(ranks_of(plan.chain)) > 1
@@ -89,7 +91,8 @@ def train(config: RunConfig, options: Options) -> int:
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
 
-    first_here, folder = options.node_rank * local_ranks, run_folder(config)
+    first_here = options.node_rank * local_ranks
+    folder = run_folder(config)
     here = plan.ranks[first_here : first_here + local_ranks]
     _refuse_unfit(config, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
@@ -153,13 +156,15 @@ def _report_end(failure: Failure | None, job: Job) -> int:
 def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     """Train as global rank `rank`, whose process torchrun has started; return the exit code."""
     is_first = rank == 0
-    local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
+    local_ranks = _ranks_of_torchrun(config, options)
+    gpus = visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     first_here = rank - int(os.environ["LOCAL_RANK"])
     _refuse_unfit(
         config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first
     )
-    compared, start = agreement(config, plan, options.trace or 0), None
+    compared = agreement(config, plan, options.trace or 0)
+    start = None
     details: list[str] = []
     if is_first:
         with logs_shown(print_info, details.append):
@@ -328,7 +333,9 @@ def _leave_page(folder: Path) -> None:
 
 def ranks_of_node(config: RunConfig, options: Options) -> int:
     """Return the number of ranks on each machine. Raises UserError for wrong options."""
-    nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
+    nodes = options.nnodes
+    node = options.node_rank
+    endpoint = options.rdzv_endpoint
     if nodes < 1 or not 0 <= node < nodes:
         raise UserError(
             f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1"

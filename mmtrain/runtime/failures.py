@@ -70,7 +70,8 @@ class RankProgress:
 
     def at(self, step: int, work: object) -> None:
         """Record that this rank now does `work`, an instruction or words, in step `step`."""
-        self.step, self.work = step, str(work)
+        self.step = step
+        self.work = str(work)
         self._FORMAT.pack_into(self._memory, 0, step, self.work.encode()[:200])
 
     @classmethod
@@ -119,7 +120,8 @@ class ErrorRecord:
         """Return the line for the user; a UserError speaks for itself."""
         if self.kind == "user":
             return self.cause
-        rank, place = _name(job, self.rank), _at(self.step, self.work)
+        rank = _name(job, self.rank)
+        place = _at(self.step, self.work)
         if self.kind == "peer":
             return f"{rank} lost its connection to another rank {place}: {self.cause}"
         where = f" ({self.where})" if self.where else ""
@@ -193,7 +195,8 @@ def _end(exit_code: int) -> str:
 
 
 def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
-    name, text = type(error).__name__, str(error)
+    name = type(error).__name__
+    text = str(error)
     if isinstance(error, UserError):
         return "user", text
     if isinstance(error, OSError) and error.errno in CANNOT_GROW:
@@ -220,8 +223,10 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
 
 
 def _dead_worker(pid: int, description: str) -> str:
-    name, remedy = description, "the log may say why"
+    name = description
+    remedy = "the log may say why"
     for number in signal.Signals:
         if signal.strsignal(number) == description:
-            name, remedy = number.name, WHY_KILLED.get(number, remedy)
+            name = number.name
+            remedy = WHY_KILLED.get(number, remedy)
     return f"its data worker (process {pid}) was killed by {name} ({remedy})"

@@ -114,7 +114,9 @@ def ask_machine() -> Machine:
 
 def refuse_unusable(machine: Machine) -> None:
     """Raise UserError, with the remedy, for GPUs that this torch cannot use or see."""
-    build, built_for, driver_cuda = f"torch {machine.torch}", machine.built_for, machine.driver_cuda
+    build = f"torch {machine.torch}"
+    built_for = machine.built_for
+    driver_cuda = machine.driver_cuda
     if built_for is not None and driver_cuda is not None:
         known = ".".join(map(str, driver_cuda))
         if driver_cuda[0] < int(built_for.split(".")[0]):
@@ -166,7 +168,8 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 def _machine() -> Machine:
     import torch
 
-    error, gpus = None, []
+    error = None
+    gpus = []
     try:
         torch.cuda.init()
         gpus = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
@@ -198,7 +201,8 @@ def _free_by_nvml(uuid: str) -> int | None:
     except OSError:
         return None
     # nvmlMemory_t: total, free, used
-    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    handle = ctypes.c_void_p()
+    memory = (ctypes.c_ulonglong * 3)()
     works = (
         nvml.nvmlInit_v2() == 0
         and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0

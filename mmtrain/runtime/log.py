@@ -92,13 +92,16 @@ def output_to_log(path: Path) -> Iterator[None]:
     """In the block send the launcher's output to a log, C++ on stderr included; ranks inherit the
     real stdout.
     """
-    stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
+    stdout = sys.stdout
+    stderr = sys.stderr
+    stderr_copy = os.dup(2)
     sys.stdout.flush()
     log = send_output_to(path, "launcher", [2])
     try:
         yield
     finally:
         log.finish()
-        sys.stdout, sys.stderr = stdout, stderr
+        sys.stdout = stdout
+        sys.stderr = stderr
         os.dup2(stderr_copy, 2)
         os.close(stderr_copy)
