@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
@@ -49,18 +50,17 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
     """
     config = with_formats(config)
     found = {}
+    trained: set[Path] = set()
     for one in data_sets(config.data):
         key = f"data.sets ({one.name})" if one.name else "data.shards"
         found[key] = one
-    trained = set()
-    for one in found.values():
-        trained.update(path.resolve() for path in one.shards)
+        trained.update(map(Path.resolve, one.shards))
     if (held_out := evaluated_set(config)) is not None:
         found["eval.shards"] = held_out
     for key, one in found.items():
         refuse_empty_shards(one.shards, key)
         refuse_unfinished_shards(one.shards, key)
-    if held_out is not None and (both := trained & {path.resolve() for path in held_out.shards}):
+    if held_out and (both := trained.intersection(map(Path.resolve, held_out.shards))):
         raise UserError(
             f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained "
             "on say nothing of others. Leave some shards out of data.shards, or set eval.fraction "
