@@ -33,6 +33,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.load import load_config
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         return _verify(tars, stream, options.json)
     reading = None
     if config is None:
-        surveyed = survey(tars, form=sample_format(AUTO, None, "", tars, "SHARDS"))
+        surveyed = survey(tars, form=sample_format(SampleFormat(AUTO), tars, "SHARDS"))
     else:
         reading = reading_of(config, tars)
         layout = reading.layout

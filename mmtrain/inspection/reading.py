@@ -89,7 +89,8 @@ def shard_names(config: RunConfig | None, shards: list[str]) -> tuple[list[str],
 def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
     """Return how a run reads these shards. Raises UserError."""
     data = config.data
-    form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
+    asked = SampleFormat(data.format, data.caption_key, data.caption_prompt)
+    form = sample_format(asked, tars, "SHARDS")
     return Reading(
         tokenizer=config.model.llm.path,
         template=data.template,

@@ -251,13 +251,7 @@ class _Shard:
         self.path = path
         self.stream = stream
         self.count = count
-        self.index = ShardIndex(
-            tar_bytes=0,
-            keys=[],
-            members=[],
-            image_sizes=[],
-            faults={LLAVA.reading: {}},
-        )
+        self.index = ShardIndex(0, [], [], [], {LLAVA.reading: {}})
         self.lengths = TextLengths([])
         if count is not None:
             self.index.texts[count.fingerprint] = self.lengths

@@ -131,9 +131,8 @@ class Adapter:
     def description(self) -> str:
         if self.form.name != "caption":
             return formats.READERS[self.form.name].description
-        image = self.image_key or "none"
         caption = self.form.caption_key or "none"
-        return f"captions (image: {image}, caption: {caption})"
+        return f"captions (image: {self.image_key or 'none'}, caption: {caption})"
 
     def unread(self, keys: Iterable[str]) -> list[str]:
         """Return the keys or columns that no row's sample is made from."""
@@ -340,7 +339,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     files = _files(path)
     any_form = Adapter(form, image_key)
     sources = [Source(file, name, any_form) for name, file in files]
-    all_rows = itertools.chain.from_iterable(source.rows() for source in sources)
+    all_rows = itertools.chain.from_iterable(map(Source.rows, sources))
     rows = list(map(_without_contents, itertools.islice(all_rows, SEEN)))
     if not rows:
         raise UserError(f"{path}: has no records")

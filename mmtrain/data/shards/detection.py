@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
@@ -42,25 +43,17 @@ AUTO: SampleFormatName = "auto"
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
 
-def sample_format(
-    name: SampleFormatName,
-    caption_key: str | None,
-    caption_prompt: str,
-    shards: Sequence[Path],
-    key: str,
-) -> SampleFormat:
-    """Return the format of this name.
-
-    For `auto` the `best` of the `candidates` on the first samples, and log it.
+def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> SampleFormat:
+    """Return the format that is asked for; for `auto` the best one on the first samples, logged.
 
     `key` is the configuration's name for the shards. Raises UserError where no format reads any
     sample.
     """
-    if name != AUTO:
-        return SampleFormat(name, caption_key, caption_prompt)
+    if asked.name != AUTO:
+        return asked
     first = _first_samples(shards, key)
     records = [record for record in map(json_record, first) if isinstance(record, dict)]
-    forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
+    forms = [replace(asked, name=name) for name in candidates(records)]
     faults = []
     for form in forms:
         judged = (_fault(members, form) for members in first)
@@ -98,7 +91,7 @@ def sample_format(
     )
     if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
-            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} "
+            f"{key}: KEY.json has an unread question; captions answer {asked.caption_prompt!r} "
             "(data.caption_prompt). If an answer is beside it, data.format=qa reads both"
         )
     return form

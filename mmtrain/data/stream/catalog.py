@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import counted
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, text_suffix
 from mmtrain.data.samples.records import (
@@ -126,7 +127,8 @@ def _data_set(
     name: str = "",
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
-    detected = sample_format(form, data.caption_key, data.caption_prompt, tars, key)
+    asked = SampleFormat(form, data.caption_key, data.caption_prompt)
+    detected = sample_format(asked, tars, key)
     return DataSet(tars, weight, name, detected)
 
 
@@ -313,17 +315,13 @@ class Catalog:
             place = self.find(number)
             room = f"{capacity.tokens} tokens"
             if capacity.tiles is not None:
-                room += f" and {_tiles(capacity.tiles)}"
+                room += f" and {counted(capacity.tiles, 'tile')}"
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do not fit into a pack "
+                f"{self.lengths[number]} tokens and {counted(tiles[number], 'tile')} do not fit into a pack "
                 f"of {room} ({int(wrong.sum()):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
-
-
-def _tiles(count: int) -> str:
-    return f"{count:,} tile" if count == 1 else f"{count:,} tiles"
 
 
 def load_catalog(

@@ -107,7 +107,7 @@ def write(folder, make, count: int = 30):
 
 
 def found(tars, key: str | None = None, prompt: str = PROMPT) -> SampleFormat:
-    return sample_format(AUTO, key, prompt, tars, "data.shards")
+    return sample_format(SampleFormat(AUTO, key, prompt), tars, "data.shards")
 
 
 @pytest.mark.parametrize("kind", WRITERS)
