@@ -318,8 +318,8 @@ class Catalog:
                 room += f" and {counted(capacity.tiles, 'tile')}"
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{self.lengths[number]} tokens and {counted(tiles[number], 'tile')} do not fit into a pack "
-                f"of {room} ({int(wrong.sum()):,} samples in all do not). "
+                f"{self.lengths[number]} tokens and {counted(tiles[number], 'tile')} do not fit "
+                f"into a pack of {room} ({int(wrong.sum()):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
 
