@@ -14,8 +14,7 @@ from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
-from mmtrain.facts.connectors import image_layout
-from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
@@ -68,11 +67,11 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
         )
     template = config.data.template
     llm = config.model.llm.path
-    layout = image_layout(config)
-    folder = model_folder(llm)
+    models = models_of(config)
     by_form = shards_by_form(found.values())
     texts = {
-        form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form
+        form: text_fingerprint(models.llm_folder, template, models.layout.texts, form.wording)
+        for form in by_form
     }
     for form, shards in by_form.items():
         missing = unready_shards(shards, texts[form])
@@ -83,7 +82,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
                 f"template yet, and other processes would wait for it. First run {MAKE}"
             )
     for form, shards in by_form.items():
-        ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout)
+        ensure_indexes(shards, llm, template, models.layout, form, stream=sys.stdout)
     for key, one in found.items():
         refuse_useless_shards(one.shards, texts[one.form], one.form, key)
     return config
