@@ -231,8 +231,11 @@ def _refuse_unread_images(row: dict[str, Any]) -> None:
         value = row.get(key)
         is_image = "image" in key or str(value).lower().endswith(IMAGE_SUFFIXES)
         if is_image and held(value):
-            seen = f"it names images under {key}, but LLaVA's format has them under image"
-            raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
+            raise BadSample(
+                "image_count",
+                f"it names images under {key}, but LLaVA's format has them under image; "
+                "use --from with --format sharegpt",
+            )
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -260,9 +263,10 @@ def _image_of_part(part: dict[str, Any]) -> object:
             if is_bare and not _BASE64.match(image):
                 return f"data:;base64,{image}"
             return image
-    needed = f"needed is one of {', '.join(_PART_KEYS)}"
     raise BadSample(
-        "bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}"
+        "bad_image_field",
+        f"an image part without image: {keys_or_value(fields)}; "
+        f"needed is one of {', '.join(_PART_KEYS)}",
     )
 
 
@@ -482,9 +486,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         raise UserError(f"{path}: already holds shards. Train on them with data.shards={path}")
     if not path.is_dir():
         if path.suffix.lower() not in _SUFFIXES:
-            suffixes = ", ".join(_SUFFIXES)
             raise UserError(
-                f"{path}: the name must end in one of {suffixes}, "
+                f"{path}: the name must end in one of {', '.join(_SUFFIXES)}, "
                 "or be a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]

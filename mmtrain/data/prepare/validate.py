@@ -133,8 +133,11 @@ class Validator:
             return key
         if not self.keep_duplicates:
             source, first = place(self.sources, self.keys[key])
-            seen = f"record {first} of {source.name} has it too"
-            raise BadSample("duplicate_id", f"{seen}; --duplicate-ids keep gives each its own key")
+            raise BadSample(
+                "duplicate_id",
+                f"record {first} of {source.name} has it too; "
+                "--duplicate-ids keep gives each its own key",
+            )
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"

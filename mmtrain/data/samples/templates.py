@@ -126,9 +126,8 @@ class _Template:
         """Shift the labels; raises UserError for ids without an embedding."""
         if max(input_ids) >= self.vocab_size:
             raise UserError(
-                f"{sample.where}: the tokenizer of {self.name} makes token {max(input_ids)}, "
-                f"but the model's embedding has {self.vocab_size} rows: "
-                "they do not belong together"
+                f"{sample.where}: the tokenizer of {self.name} makes token {max(input_ids)}, but "
+                f"the model's embedding has {self.vocab_size} rows: they do not belong together"
             )
         return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
 
@@ -181,12 +180,11 @@ class PlainTemplate(_Template):
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
-            seen = (
-                f"it has {len(speakers) // 2} questions and answers, "
-                "which data.template=chat or llava_v1 takes"
-            )
             raise BadSample(
-                "template", f"the plain template takes one question and one answer; {seen}"
+                "template",
+                "the plain template takes one question and one answer; "
+                f"it has {len(speakers) // 2} questions and answers, "
+                "which data.template=chat or llava_v1 takes",
             )
         self._refuse_special(sample.turns[-1:])
 

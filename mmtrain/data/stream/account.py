@@ -256,8 +256,10 @@ class SampleLog:
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
         first = faults[0][2]
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        detail = f"{escape(first.key)} ({first.reason}: {escape(first.detail)})"
-        _log.warning(f"quarantined {detail}{more}; see {self.quarantine_file}")
+        _log.warning(
+            f"quarantined {escape(first.key)} ({first.reason}: {escape(first.detail)}){more}; "
+            f"see {self.quarantine_file}"
+        )
 
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""

@@ -228,8 +228,10 @@ class Catalog:
             if self.layout.takes_images:
                 for width, height in sizes:
                     if width * height > self.max_image_pixels:
-                        limit = f"data.max_image_pixels is {self.max_image_pixels:,}"
-                        detail = f"{width} x {height} pixels; {limit}"
+                        detail = (
+                            f"{width} x {height} pixels; "
+                            f"data.max_image_pixels is {self.max_image_pixels:,}"
+                        )
                         faults.setdefault(place, ("too_many_pixels", detail))
             elif sizes and not self.layout.strips:
                 faults.setdefault(place, ("no_encoder", f"{len(sizes)} images"))
@@ -425,8 +427,10 @@ class Reader:
                 elif is_image or member.suffix == text:
                     limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
                     if member.size > limit:
-                        detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"
-                        raise BadSample("too_many_bytes", detail)
+                        raise BadSample(
+                            "too_many_bytes",
+                            f"{member.suffix}: {member.size:,} bytes; at most {limit:,}",
+                        )
                     content = contents[member.suffix] = self._read(place.shard, member)
                     if zlib.crc32(content) != member.crc32:
                         offset = member.offset
