@@ -93,13 +93,11 @@ def run(options: argparse.Namespace) -> int:
         surveyed = survey(tars, form=sample_format(SampleFormat(AUTO), tars, "SHARDS"))
     else:
         reading = reading_of(config, tars)
-        layout = reading.layout
-        form = reading.form
-        ensure_indexes(tars, reading.tokenizer, reading.template, layout, form, stream=stream)
+        ensure_indexes(tars, reading, stream=stream)
         if options.show is not None:
             _show(tars, reading, options)
             return 0
-        surveyed = survey(tars, reading.fingerprint, layout, form)
+        surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     fills = _fills(surveyed, reading, options.pack_length)
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))

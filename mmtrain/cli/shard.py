@@ -74,6 +74,7 @@ from mmtrain.data.prepare.validate import (
 )
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
 from mmtrain.facts.models import models_of
@@ -147,7 +148,8 @@ def run(options: argparse.Namespace) -> None:
         config = expand_pretrained(config)
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
-        count = TextCounter(config.model.llm.path, config.data.template, models_of(config).layout)
+        layout = models_of(config).layout
+        count = TextCounter(Tokenization(config.model.llm.path, config.data.template, layout))
     option = "--from" if options.json is None else "--json"
     named: list[Path] = []
     for path in options.paths:
@@ -169,7 +171,7 @@ def run(options: argparse.Namespace) -> None:
             "data.caption_key": form.caption_key,
             "data.caption_prompt": form.caption_prompt,
             "data.template": count and template_name(config.data.template),
-            "text_fingerprint": count and count.fingerprint,
+            "text_fingerprint": count and count.how.fingerprint,
         },
         "inputs": [_describe(source) for source in sources],
     }

@@ -24,18 +24,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from mmtrain.base.errors import UserError
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
-from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
+from mmtrain.data.samples.sample import (
+    IGNORE,
+    IMAGE_POSITION,
+    Document,
+    Sample,
+    Tokenization,
+    without_images,
+)
 from mmtrain.facts.model_files import foreign_files, model_folder, read_json
 from mmtrain.facts.tokenizer_files import (
     missing_marks,
     panics_told,
-    text_fingerprint,
     tokenizer_files,
 )
 from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
-from mmtrain.layouts.square import ONE_SQUARE
 
 BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 
@@ -482,29 +486,12 @@ def _overlapping(
 class TextCounter:
     """Counts a sample's tokens by the template that training tokenizes with."""
 
-    def __init__(
-        self,
-        tokenizer_path: str,
-        template: str,
-        layout: ImageLayout = ONE_SQUARE,
-        form: SampleFormat = LLAVA,
-    ) -> None:
-        self.arguments = tokenizer_path, template, layout, form
-        self.form = form  # of the samples that are counted
-        self.fingerprint = text_fingerprint(
-            model_folder(tokenizer_path),
-            template,
-            layout.texts,
-            form.wording,
-        )
-        self.layout = layout.of_texts
+    def __init__(self, how: Tokenization) -> None:
+        self.how = how
+        self.layout = how.layout.of_texts
+        tokenizer = load_tokenizer(how.tokenizer)
         # The tokens' number does not depend on the size of the embedding.
-        self.template = make_template(
-            template,
-            load_tokenizer(tokenizer_path),
-            self.layout,
-            sys.maxsize,
-        )
+        self.template = make_template(how.template, tokenizer, self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
@@ -513,8 +500,8 @@ class TextCounter:
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
-        return TextCounter, self.arguments  # a jinja2 template cannot be pickled
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[Tokenization]]:
+        return TextCounter, (self.how,)  # a jinja2 template cannot be pickled
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

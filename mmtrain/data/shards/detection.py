@@ -32,7 +32,7 @@ from mmtrain.data.samples.formats import (
     text_suffix,
 )
 from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
-from mmtrain.data.samples.sample import read_sample
+from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
@@ -106,23 +106,18 @@ def _most_frequent(faults: list[BadSample]) -> str:
     return f"{count} {reason}: {escape(examples[reason])}"
 
 
-def refuse_useless_shards(
-    shards: Sequence[Path],
-    fingerprint: str,
-    form: SampleFormat,
-    key: str,
-) -> None:
+def refuse_useless_shards(shards: Sequence[Path], how: Tokenization, key: str) -> None:
     """Raise UserError if no sample of indexed shards can be trained on.
 
     Warn of single shards without any.
     """
-    useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
+    useless = [shard for shard in shards if not indexed_texts(shard).get(how.fingerprint)]
     if not useless:
         return
     reasons = Counter()
     for shard in useless:
         index = read_index(shard)
-        faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
+        faults = {**index.texts[how.fingerprint].faults, **index.faults[how.form.reading]}
         reasons.update(reason for reason, _ in faults.values())
     why = listed_reasons(reasons, "; ") or "no samples"
 
@@ -135,7 +130,7 @@ def refuse_useless_shards(
             remedy = "set data.template to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, "
-            f"read as {form.name} ({why}). Fix them, or {remedy}"
+            f"read as {how.form.name} ({why}). Fix them, or {remedy}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "

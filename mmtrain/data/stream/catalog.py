@@ -20,7 +20,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +40,7 @@ from mmtrain.data.samples.records import (
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
+    Tokenization,
     image_number,
     read_sample,
     without_images,
@@ -49,9 +50,7 @@ from mmtrain.data.shards.index import MAKE, Faults, Member, ShardIndex, checksum
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.models import models_of
-from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
 OPEN_FILES = 64  # shards kept open, those read last
@@ -130,14 +129,6 @@ def _data_set(
     asked = SampleFormat(form, data.caption_key, data.caption_prompt)
     detected = sample_format(asked, tars, key)
     return DataSet(tars, weight, name, detected)
-
-
-def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
-    """Group the shards of data sets by the format of their samples."""
-    shards = {}
-    for one in sets:
-        shards.setdefault(one.form, []).extend(one.shards)
-    return shards
 
 
 class Catalog:
@@ -336,15 +327,13 @@ def load_catalog(
     Missing indexes are made.
     """
     data = config.data
-    llm = config.model.llm.path
     layout = models_of(config).layout
-    # The launcher has made them; a rank that has to, without one, shares its cores with others.
-    for form, shards in shards_by_form(sets).items():
-        ensure_indexes(shards, llm, data.template, layout, form, workers=1)
-    folder = model_folder(llm)
-    texts = [
-        text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets
-    ]
+    texts = []
+    for one in sets:
+        how = Tokenization(config.model.llm.path, data.template, layout, one.form)
+        # The launcher has made them; a rank that has to, without one, shares its cores with others.
+        ensure_indexes(one.shards, how, workers=1)
+        texts.append(how.fingerprint)
     return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
 
 
