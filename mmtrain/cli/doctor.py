@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     headline = f"{machine['cores']} cores; python {machine['python']}, {libraries}"
     print_result(*table_lines(("",), [(headline,)]))
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
-    states: dict[str, str] = {}
+    states = {}
     try:
         for check in CHECKS:
             if check.name in options.only:

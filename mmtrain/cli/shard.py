@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
         )
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
-    sources: list[Source] = []
+    sources = []
     config = load_config(options.config or DEMO, options.changes)
     data = config.data
     name = data.format if options.json is None else "llava"
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         layout = models_of(config).layout
         count = TextCounter(Tokenization(config.model.llm.path, config.data.template, layout))
     option = "--from" if options.json is None else "--json"
-    named: list[Path] = []
+    named = []
     for path in options.paths:
         if path.exists():
             named.append(path)

@@ -46,7 +46,7 @@ def explain(
 ) -> list[str]:
     """Return a line for each wrong key of the first MOST_EXPLAINED errors in the `content`."""
     fields = dict(all_fields(model))
-    lines: list[str] = []
+    lines = []
     # a union has an error per alternative, a list one per element
     wrong_values: dict[Path, list[str]] = {}
     for error in errors[:MOST_EXPLAINED]:

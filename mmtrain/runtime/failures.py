@@ -147,8 +147,13 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     timed_out = _ended_by_watchdog(job.log, log_begins)
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
         if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
-            ended = last_seen(job, records, rank, _end(exit_codes[rank]))
-            return Failure(1, f"{ended}\nlog: {job.log}")
+            code = exit_codes[rank]
+            end = f"ended with exit code {code}"
+            if code < 0:
+                end = f"was killed by {signal.Signals(-code).name}"
+            if -code in WHY_KILLED:
+                end += f" ({WHY_KILLED[-code]})"
+            return Failure(1, f"{last_seen(job, records, rank, end)}\nlog: {job.log}")
         step, work = RankProgress.read(records / f"progress-{rank}")
         errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
@@ -186,14 +191,6 @@ def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
     return {int(rank): text.decode(errors="replace") for rank, text in WATCHDOG.findall(written)}
 
 
-def _end(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    killed = f"was killed by {signal.Signals(-exit_code).name}"
-    why = WHY_KILLED.get(-exit_code)
-    return killed if why is None else f"{killed} ({why})"
-
-
 def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
     name = type(error).__name__
     text = str(error)
@@ -210,7 +207,16 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     # Where torch notices the worker's end in another way, the message that names the signal is that
     # of the cause.
     if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):
-        return "error", _dead_worker(int(worker[1]), worker[2])
+        end = worker[2]
+        remedy = "the log may say why"
+        for number in signal.Signals:
+            if signal.strsignal(number) == worker[2]:
+                end = number.name
+                remedy = WHY_KILLED.get(number, remedy)
+        return (
+            "error",
+            f"its data worker (process {worker[1]}) was killed by {end} ({remedy})",
+        )
     # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of
     # any kind.
     lost_peer = (
@@ -220,13 +226,3 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     )
     cause = f"{name}: {text}" if text else name
     return ("peer" if lost_peer else "error"), cause
-
-
-def _dead_worker(pid: int, description: str) -> str:
-    name = description
-    remedy = "the log may say why"
-    for number in signal.Signals:
-        if signal.strsignal(number) == description:
-            name = number.name
-            remedy = WHY_KILLED.get(number, remedy)
-    return f"its data worker (process {pid}) was killed by {name} ({remedy})"

@@ -175,12 +175,11 @@ def _machine() -> Machine:
         gpus = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as caught:  # no GPU, an old driver, a build without CUDA
         error = str(caught).strip().split("\n")[0]
-    architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
     return Machine(
         tuple(gpus),
         torch.__version__,
         torch.version.cuda,
-        tuple(architectures),
+        tuple(torch.cuda.get_arch_list()),
         _driver_cuda(),
         error,
     )

@@ -73,16 +73,11 @@ def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> Prefixe
     for number in descriptors:
         os.dup2(log.fileno(), number)
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    loggers = [
-        logging.root,
-        *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)),
-    ]
-    for handler in (handler for logger in loggers for handler in logger.handlers):
-        kept = getattr(handler, "__dict__", {}).get("stream")
-        if isinstance(kept, PrefixedLog) or (
-            kept is not None and any(kept is stream for stream in streams)
-        ):
-            vars(handler)["stream"] = log
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):  # a placeholder has none
+            kept = vars(handler).get("stream")
+            if isinstance(kept, PrefixedLog) or (kept is not None and kept in streams):
+                vars(handler)["stream"] = log
     sys.stdout = sys.stderr = log
     return log
 
