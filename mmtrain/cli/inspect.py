@@ -113,11 +113,11 @@ def _fills(
     if reading is None:
         return []
     assert surveyed.sample_set is not None  # the shards are indexed for this configuration
-    capacities = [
-        Capacity(length, reading.max_tiles_per_pack)
-        for length in pack_lengths or (reading.pack_length,)
-    ]
-    return [epoch_fill([surveyed.sample_set], capacity) for capacity in capacities]
+    fills = []
+    for length in pack_lengths or (reading.pack_length,):
+        capacity = Capacity(length, reading.max_tiles_per_pack)
+        fills.append(epoch_fill([surveyed.sample_set], capacity))
+    return fills
 
 
 def _tokens_per_image(layout: ImageLayout) -> int | None:
@@ -128,7 +128,7 @@ def _tokens_per_image(layout: ImageLayout) -> int | None:
 
 
 def _as_dict(surveyed: Survey, reading: Reading | None, fills: list[Fill]) -> dict[str, Any]:
-    layout = None if reading is None else reading.layout
+    layout = reading and reading.layout
     by_images = sorted(Counter(surveyed.images.tolist()).items())
     return {
         "shards": surveyed.shards,
@@ -163,8 +163,8 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
 
 
 def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) -> None:
-    none = int((survey.images == 0).sum())
-    one = int((survey.images == 1).sum())
+    none = (survey.images == 0).sum()
+    one = (survey.images == 1).sum()
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(
@@ -252,15 +252,15 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     counts = {"shards": len(tars), "samples": samples, "bytes": compared}
     if as_json:
         print_result(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
-        return EXIT_DAMAGED if damages else 0
-    for damage in damages:
-        where = "" if damage.offset is None else f" at byte {damage.offset:,}"
-        what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
-        print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
-    print_result(
-        f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
-        f"{len(damages):,} damaged"
-    )
+    else:
+        for damage in damages:
+            where = "" if damage.offset is None else f" at byte {damage.offset:,}"
+            what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
+            print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
+        print_result(
+            f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
+            f"{len(damages):,} damaged"
+        )
     return EXIT_DAMAGED if damages else 0
 
 

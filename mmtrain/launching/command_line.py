@@ -79,8 +79,12 @@ class Options(argparse.Namespace):
 
 def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given: bool) -> Options:
     """Read a command line that names a run; `given` are options that the command implies."""
-    config_help = "YAML file of the run, or example:NAME; mmtrain init lists these"
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help=config_help)
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file of the run, or example:NAME; mmtrain init lists these",
+    )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2"
     )
@@ -152,11 +156,12 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         action="store_true",
         help="show the plan and all details on the console, which log.txt has anyway",
     )
-    download_help = (
-        "download models named by hub id that the cache lacks, by HTTP: "
-        "weights, JSON, templates; no code"
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="download models named by hub id that the cache lacks, by HTTP: "
+        "weights, JSON, templates; no code",
     )
-    parser.add_argument("--download", action="store_true", help=download_help)
     parser.add_argument(
         "--nnodes", type=int, metavar="N", help="machines that share the run (default 1)"
     )
