@@ -157,14 +157,17 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def _task_names(text: str) -> list[str]:
-    names = (name.strip() for name in text.split(","))
-    return list(dict.fromkeys(name for name in names if name))
+    names = map(str.strip, text.split(","))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    exits = {0: "scored; the page shows it"}
     parser = command_parser(
-        "benchmark", __doc__, EXAMPLES, exits, interrupted="stopped; nothing was recorded"
+        "benchmark",
+        __doc__,
+        EXAMPLES,
+        {0: "scored; the page shows it"},
+        interrupted="stopped; nothing was recorded",
     )
     parser.add_argument(
         "run",

@@ -91,9 +91,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    interrupted = "stopped; under --out there is all or nothing"
     parser = command_parser(
-        "export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result
+        "export",
+        __doc__,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped; under --out there is all or nothing",
+        logs=print_result,
     )
     parser.add_argument(
         "run",

@@ -95,9 +95,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
     parser = command_parser(
-        "index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result
+        "index",
+        __doc__,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on",
+        logs=print_result,
     )
     parser.add_argument("words", nargs="+", metavar="CONFIG|key=value|SHARDS", help=WORDS_HELP)
     cores = usable_cores()

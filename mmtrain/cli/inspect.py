@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = None
+    fills = []  # how full packs of each length become
     if config is None:
         surveyed = survey(tars, form=sample_format(SampleFormat(AUTO), tars, "SHARDS"))
     else:
@@ -98,26 +99,15 @@ def run(options: argparse.Namespace) -> int:
             _show(tars, reading, options)
             return 0
         surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
-    fills = _fills(surveyed, reading, options.pack_length)
+        assert surveyed.sample_set is not None  # the shards are indexed for this configuration
+        for length in options.pack_length or (reading.pack_length,):
+            capacity = Capacity(length, reading.max_tiles_per_pack)
+            fills.append(epoch_fill([surveyed.sample_set], capacity))
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
     else:
         _print_report(surveyed, reading, fills)
     return 0
-
-
-def _fills(
-    surveyed: Survey, reading: Reading | None, pack_lengths: Sequence[int] | None
-) -> list[Fill]:
-    """Return how full packs of each length become; nothing without a configuration."""
-    if reading is None:
-        return []
-    assert surveyed.sample_set is not None  # the shards are indexed for this configuration
-    fills = []
-    for length in pack_lengths or (reading.pack_length,):
-        capacity = Capacity(length, reading.max_tiles_per_pack)
-        fills.append(epoch_fill([surveyed.sample_set], capacity))
-    return fills
 
 
 def _tokens_per_image(layout: ImageLayout) -> int | None:

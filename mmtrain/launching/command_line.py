@@ -114,9 +114,13 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    interrupted = "stopped by Ctrl-C before the ranks were started"
     parser = command_parser(
-        "train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False
+        "train",
+        DESCRIPTION,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped by Ctrl-C before the ranks were started",
+        waits=False,
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(

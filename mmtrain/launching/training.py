@@ -225,6 +225,13 @@ def _job(
         is_alike = (earlier["pipeline"], earlier["data"]) == ranks
         if is_alike and earlier["threads"] * local_ranks <= usable_cores():
             threads = earlier["threads"]
+
+    in_the_way = []
+    if options.resume != AUTO:
+        in_the_way.append(f"--resume {options.resume}")
+    if config.run.overwrite:
+        in_the_way.append("run.overwrite=true")
+    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
     return job_here(
         config.parallel,
         plan,
@@ -244,7 +251,7 @@ def _job(
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
         agreement=compared,
-        how_to_resume=_how_to_resume(options.resume, config.run.overwrite),
+        how_to_resume=f"The same command{without} goes on from there",
         saves_when_asked=True,
     )
 
@@ -381,16 +388,6 @@ def _tell_who_can_reach_it(endpoint: str) -> None:
         "or only its own. Better give its address in the cluster's network"
     )
     print_info(f"listening for the other machines on {address}")
-
-
-def _how_to_resume(resume: str, overwrite: bool) -> str:
-    in_the_way = []
-    if resume != AUTO:
-        in_the_way.append(f"--resume {resume}")
-    if overwrite:
-        in_the_way.append("run.overwrite=true")
-    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
-    return f"The same command{without} goes on from there"
 
 
 # ---- mmtrain calibrate
