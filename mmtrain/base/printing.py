@@ -262,12 +262,8 @@ def run_command(
 def silence_libraries() -> None:
     """Hide warnings of libraries that others import, about kernels that nothing here uses."""
     for name in ("bitsandbytes", "DeepSpeed"):
-        logging.getLogger(name).addFilter(_is_error)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def show_traceback(
