@@ -36,13 +36,9 @@ from mmtrain.facts.shapes import vision_shape
 from mmtrain.layouts.anyres import Anyres
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.stock.exporters import refuse_unfit_format
+from mmtrain.stock.exporters import LLAVA_CODE, refuse_unfit_format
 
 FILE = "mm_projector.bin"
-NAMES = {
-    "linear": {"linear_1": "model.mm_projector"},
-    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
-}
 # LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same
 # weights.
 CLIP_NAMES = {
@@ -51,10 +47,13 @@ CLIP_NAMES = {
     "vit_large_patch14_clip_quickgelu_224.openai": "openai/clip-vit-large-patch14",
     "vit_large_patch14_clip_quickgelu_336.openai": "openai/clip-vit-large-patch14-336",
 }
-# Of LLaVA's own classes, and of LLaVA-NeXT's.
+# families with a class in LLaVA's own code, or in LLaVA-NeXT's (the last two)
 MODEL_TYPES = {
-    **{"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava_mpt"},
-    **{"qwen2": "llava_qwen", "mixtral": "llava_mixtral"},
+    "llama": "llava_llama",
+    "mistral": "llava_mistral",
+    "mpt": "llava_mpt",
+    "qwen2": "llava_qwen",
+    "mixtral": "llava_mixtral",
 }
 
 
@@ -66,7 +65,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
     refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about["trained"])
-    names = {**NAMES[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
+    names = {**LLAVA_CODE[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
         layer, dot, part = name.removeprefix(PROJECTOR).partition(".")
@@ -82,11 +81,12 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
 
 
 def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of
-    MODEL_TYPES.
-    """
-    vision = vision_shape(about["vision"], about["vision_select_layer"])
+    """Return the LLM's config.json with LLaVA's keys."""
     llm = llm_config(model_folder(about["llm"]))
+    # "patch" drops the first token, which must then be a class token
+    feature = "cls_patch"
+    if vision_shape(about["vision"], about["vision_select_layer"]).prefix_tokens:
+        feature = "patch"
     return {
         **llm,
         "model_type": MODEL_TYPES.get(llm["model_type"], llm["model_type"]),
@@ -95,8 +95,7 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
         "mm_hidden_size": about["vision_width"],
         "mm_vision_tower": CLIP_NAMES.get(about["vision"], about["vision"]),
         "mm_vision_select_layer": about["vision_select_layer"],
-        # "patch" drops the first token, which must then be a class token
-        "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
+        "mm_vision_select_feature": feature,
         "mm_use_im_start_end": False,
         # LLaVA's loader takes a missing key for true, and adds a row
         "mm_use_im_patch_token": False,
@@ -107,9 +106,7 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
 
 
 def _image_keys(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours,
-    which breaks ties.
-    """
+    """Return LLaVA's settings of images; its grids are (width, height), in our order of ties."""
     if not isinstance(layout, Anyres):
         # LLaVA stretches no image
         return {"image_aspect_ratio": "pad" if about["image_fit"] == "pad" else "square"}
