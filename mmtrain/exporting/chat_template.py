@@ -32,7 +32,6 @@ import jinja2
 import transformers
 from transformers import AutoProcessor
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
@@ -44,7 +43,7 @@ from mmtrain.data.samples.templates import (
     load_tokenizer,
     make_template,
 )
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -133,22 +132,23 @@ def documents_of(
     return taken
 
 
-def mark_answers(config: RunConfig, folder: Path) -> str | None:
+def load_template(llm: str, name: str, layout: ImageLayout) -> Template:
+    """Return the template of a run, by `model.llm.path` and `data.template`."""
+    return make_template(name, load_tokenizer(llm), layout, sys.maxsize)
+
+
+def mark_answers(models: Models, name: str, folder: Path) -> str | None:
     """Mark the answers in the template of a folder that has its processor's files.
 
     Returns a sentence why not where it is left without marks.
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    layout = image_layout(config)
     # The processors of other layouts write the texts around <image> themselves.
-    if layout.prompt_text == IMAGE_MARK:
-        layout = ONE_SQUARE
-    else:
-        layout = replace(layout, min_positions=1, max_positions=1)
-    template = make_template(
-        config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize
-    )
+    layout = ONE_SQUARE
+    if models.layout.prompt_text != IMAGE_MARK:
+        layout = replace(models.layout, min_positions=1, max_positions=1)
+    template = load_template(models.section.llm.path, name, layout)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:

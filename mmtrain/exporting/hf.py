@@ -37,7 +37,6 @@ from transformers import PreTrainedModel
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
@@ -47,12 +46,12 @@ from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.published_files import code_named_in, write_json
 from mmtrain.exporting.tensors import TensorSource, cast_to, named, require_space, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
-from mmtrain.exporting.write_back import write_back
+from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.families import canonical_name, llm_tensors
-from mmtrain.facts.model_files import model_folder, read_json
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.model_files import read_json
+from mmtrain.facts.models import Models
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
 from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.model.stage import build_stage
@@ -103,7 +102,7 @@ def export_hf(
     that no stock class can hold, naming the formats that work, and where the disk is too small;
     OSError where a file reads back otherwise.
     """
-    config = checkpoint.config
+    models, template = checkpoint.models, checkpoint.config.data.template
     stored_as = str(dtype).removeprefix("torch.")
     trained = run_tensors(checkpoint)
     about = origin(checkpoint, trained)
@@ -111,34 +110,28 @@ def export_hf(
         for name in filter(is_llm_adapter, about["trained"]):
             del trained[name]
         about["trained"] = list(itertools.filterfalse(is_llm_adapter, about["trained"]))
-    refuse_unfit_format("hf", checkpoint.path, config, about["trained"])
-    llm = model_folder(config.model.llm.path)
-    stock = class_of(config) or CausalClass(llm)
+    refuse_unfit_format("hf", checkpoint.path, models, about["trained"])
+    stock = class_of(models) or CausalClass(models.llm_folder)
     _refuse_replaced_weights(checkpoint)
 
     # all files but tensors and card
-    is_whole = whole_of(config) is not None
+    is_whole = whole_of(models) is not None
+    write: Callable[..., Written]
     if is_whole:
-        tensors, content, shown = write_back(stock, config, trained, stored_as, folder)
-        refuse_loading_faults(stock, content, tensors)
+        write = write_back
     elif isinstance(stock, StockClass):
-        tensors, content, shown = _write_multimodal(stock, config, trained, stored_as, folder)
+        write = _write_multimodal
     else:
-        language = language_for_export(stock, llm, trained, 0, stored_as, config.model.lora)
-        tensors = language.tensors
-        content = {**language.config, "architectures": [stock.class_name]}
-        shown = {"language": language}
+        write = _write_text
+    tensors, content, shown = write(stock, models, template, trained, stored_as, folder)
+    if is_whole:
         refuse_loading_faults(stock, content, tensors)
-        write_json(folder / "config.json", content)
-        write_tokenizer(config, folder)
     _untie(folder, tensors)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
     _write_cast(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
-    form = "text"
-    if config.model.vision is not None:
-        form = "model"
-    shown["removed_code"] = code_named_in(llm)
+    form = "model" if about["vision"] else "text"
+    shown["removed_code"] = code_named_in(models.llm_folder)
     write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, kept, shown.get("unmarked"))
 
@@ -181,24 +174,46 @@ def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
         write_json(folder / "config.json", content)
 
 
-def _write_multimodal(
-    stock: StockClass,
-    config: RunConfig,
+def _write_text(
+    stock: CausalClass,
+    models: Models,
+    template: str,
     trained: Mapping[str, TensorSource],
     dtype: str,
     folder: Path,
-) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
-    """Write all files but tensors and card; return tensors, config.json and what the card shows."""
-    llm = model_folder(config.model.llm.path)
-    refuse_unfit_family(stock, llm)
+) -> Written:
+    """Write all files but tensors and card, of a run on text alone."""
+    language = language_for_export(stock, models.llm_folder, trained, 0, dtype, models.section.lora)
+    content = {**language.config, "architectures": [stock.class_name]}
+    refuse_loading_faults(stock, content, language.tensors)
+    write_json(folder / "config.json", content)
+    write_tokenizer(models, template, folder)
+    return language.tensors, content, {"language": language}
+
+
+def _write_multimodal(
+    stock: StockClass,
+    models: Models,
+    template: str,
+    trained: Mapping[str, TensorSource],
+    dtype: str,
+    folder: Path,
+) -> Written:
+    """Write all files but tensors and card."""
+    refuse_unfit_family(stock, models.llm_folder)
     encoder_of = encoder_for_export
     if TIMM in stock.encoders:
         encoder_of = wrapped_timm_encoder
-    merged = merged_encoder(config, named(trained, "vision."))
-    encoder = stock.adapt_encoder(config, encoder_of(config, merged))
-    processor = write_processor(stock, config, encoder, folder)
+    encoder = encoder_of(models, merged_encoder(models.section, named(trained, "vision.")))
+    encoder = stock.adapt_encoder(models, encoder)
+    processor = write_processor(stock, models, template, encoder, folder)
     language = language_for_export(
-        stock, llm, named(trained, "llm."), processor.rows_needed, dtype, config.model.lora
+        stock,
+        models.llm_folder,
+        named(trained, "llm."),
+        processor.rows_needed,
+        dtype,
+        models.section.lora,
     )
     tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
     for name, source in named(trained, PROJECTOR).items():
@@ -209,7 +224,7 @@ def _write_multimodal(
         "model_type": stock.model_type,
         "dtype": dtype,
         **processor.token_keys,
-        **stock.config(config, encoder),
+        **stock.config(models, encoder),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": stock.text_config(language.config),
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -222,7 +237,7 @@ def _write_multimodal(
         "encoder": encoder,
         "language": language,
         "processor": processor,
-        "unmarked": mark_answers(config, folder),
+        "unmarked": mark_answers(models, template, folder),
     }
     check_processor(processor, folder)
     return tensors, content, shown
@@ -243,7 +258,7 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
             trained_with[name] = was
     if not trained_with:
         return
-    last = len(llm_shape(config.model.llm.path).decoder) - 1
+    last = len(checkpoint.models.published_llm.decoder) - 1
     seen = {}
     for layer in range(last + 1):
         stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == last))

@@ -29,10 +29,9 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import require_space
-from mmtrain.facts.connectors import NEWLINE, image_layout
+from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.families import llm_config
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.shapes import vision_shape
+from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.trained.projector import PROJECTOR
@@ -64,7 +63,8 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
     """
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about["trained"])
+    models = checkpoint.models
+    refuse_unfit_format("llava", checkpoint.path, models, about["trained"])
     names = {**LLAVA_CODE[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
@@ -72,7 +72,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         projector[names[layer] + dot + part] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
-    config = json.dumps(_config(about, image_layout(checkpoint.config)), indent=2) + "\n"
+    config = json.dumps(_config(about, models), indent=2) + "\n"
     require_space(folder, content.tell())
     (folder / FILE).write_bytes(content.getvalue())
     (folder / "config.json").write_text(config)
@@ -80,12 +80,12 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         raise OSError(f"{folder / FILE}: does not read back as written. Check the disk")
 
 
-def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
+def _config(about: Mapping[str, Any], models: Models) -> dict[str, Any]:
     """Return the LLM's config.json with LLaVA's keys."""
-    llm = llm_config(model_folder(about["llm"]))
+    llm = llm_config(models.llm_folder)
     # "patch" drops the first token, which must then be a class token
     feature = "cls_patch"
-    if vision_shape(about["vision"], about["vision_select_layer"]).prefix_tokens:
+    if models.published_vision.prefix_tokens:
         feature = "patch"
     return {
         **llm,
@@ -99,7 +99,7 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
         "mm_use_im_start_end": False,
         # LLaVA's loader takes a missing key for true, and adds a row
         "mm_use_im_patch_token": False,
-        **_image_keys(about, layout),
+        **_image_keys(about, models.layout),
         "tune_mm_mlp_adapter": True,
         "mmtrain": published(about),
     }

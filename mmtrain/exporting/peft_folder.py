@@ -40,7 +40,6 @@ from mmtrain.exporting.projector_file import origin, run_tensors, write_projecto
 from mmtrain.exporting.tensors import TensorSource, cast_to, named, write_tensors
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
 from mmtrain.facts.families import canonical_name
-from mmtrain.facts.model_files import model_folder
 from mmtrain.model.llm.language import causal_config, llm_class, quiet
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.stock.exporters import Base, refuse_unfit_format
@@ -63,13 +62,14 @@ def export_peft(
     Raises UserError for a run without adapters of its LLM, for tensors that have no place, and as
     `export_hf`.
     """
-    model = checkpoint.config.model
+    models = checkpoint.models
+    model = models.section
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
     form = "peft"
     if base == "llm":
         form = "peft --base llm"
-    refuse_unfit_format(form, checkpoint.path, checkpoint.config, about["trained"])
+    refuse_unfit_format(form, checkpoint.path, models, about["trained"])
     exported = base_folder = None
     if base == "hf":
         name = base_folder = BASE
@@ -84,7 +84,7 @@ def export_peft(
         name = public_name(model.llm.path)
         if projector := named(tensors, PROJECTOR):
             write_projector_file(about, folder, projector, dtype)
-        made = causal_config(model_folder(model.llm.path))
+        made = causal_config(models.llm_folder)
         stock = llm_class(made)
     with torch.device("meta"), quiet():
         whole = stock(made)

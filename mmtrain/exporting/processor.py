@@ -19,7 +19,6 @@ the backend.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ from transformers import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE
@@ -46,7 +44,6 @@ from mmtrain.data.samples.templates import (
     PlainTemplate,
     Template,
     load_tokenizer,
-    make_template,
     with_marks,
 )
 from mmtrain.data.stream.images import ImageTransform, image_transform
@@ -55,13 +52,13 @@ from mmtrain.exporting.chat_template import (
     as_written,
     documents_of,
     exported_chat_template,
+    load_template,
 )
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.families import OWN_CACHE, llm_config
-from mmtrain.facts.model_files import generation_config, model_folder, read_json
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.model_files import generation_config, read_json
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -106,17 +103,16 @@ class ExportedProcessor:
 
 
 def write_processor(
-    stock: StockClass, config: RunConfig, encoder: ExportedEncoder, folder: Path
+    stock: StockClass, models: Models, name: str, encoder: ExportedEncoder, folder: Path
 ) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
     Raises UserError where tokenizer, template or encoder are missing or unfit for the run itself,
     and for a tokenizer that adds special tokens which cannot be switched off.
     """
-    path = config.model.llm.path
+    path, layout = models.section.llm.path, models.layout
     source = load_tokenizer(path)
-    layout = image_layout(config)
-    template = make_template(config.data.template, source, layout, sys.maxsize)
+    template = load_template(path, name, layout)
     end = _end_of_answers(template, PROBE)
     tokenizer = _tokenizer_for_prompts(stock, source, template, end)
 
@@ -126,24 +122,22 @@ def write_processor(
     if stock.video_token is not None:
         tokens[stock.video_token_key] = stock.video_token
     new = [one for one in tokenizer.added_tokens_encoder if one not in source.added_tokens_encoder]
-    llm = llm_shape(path)
+    llm = models.published_llm
     used = ids([*new, layout.image_token, tokenizer.pad_token])
     rows_needed = max(llm.vocab_size, max(used) + 1)
     _save_tokenizer(stock, tokenizer, folder)
 
-    transform = image_transform(
-        config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
-    )
+    transform = transform_of(models)
     assert transform.image_size == encoder.image_size, (
         f"{transform.image_size} pixels, encoder {encoder.image_size}"
     )
     write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
+    settings = {"processor_class": stock.processor_name, **stock.processor(models, encoder)}
     write_json(folder / "processor_config.json", settings)
 
-    generation = generation_settings(path, tokenizer, end)
+    generation = _generation_settings(models.llm_folder, tokenizer, end)
     image_id = ids(layout.image_token)
     # the run's own LLM has no such rows, so it never says these tokens
     unsaid = list(range(llm.vocab_size, rows_needed))
@@ -158,6 +152,12 @@ def write_processor(
     return ExportedProcessor(
         image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock
     )
+
+
+def transform_of(models: Models) -> ImageTransform:
+    """Return the preprocessing of a run's images."""
+    name, side = models.section.vision.name, models.layout.tile_size
+    return image_transform(name, models.image_fit, tile_size=side)
 
 
 def _end_of_answers(template: Template, turns: Turns) -> int:
@@ -250,9 +250,10 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     write_json(file, settings)
 
 
-def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
+def _generation_settings(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, end: int
+) -> dict[str, Any]:
     """Return generation_config.json: greedy, ended as answers are."""
-    folder = model_folder(path)
     own = generation_config(folder)
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     if not isinstance(own_ends, list):
@@ -266,15 +267,13 @@ def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int)
     return generation | {"eos_token_id": list(ends), "do_sample": False}
 
 
-def write_tokenizer(config: RunConfig, folder: Path) -> None:
+def write_tokenizer(models: Models, name: str, folder: Path) -> None:
     """Write tokenizer files, chat_template.jinja and generation_config.json of a run on text alone.
 
     Raises UserError where stock AutoTokenizer would not write what the run was trained on.
     """
-    path = config.model.llm.path
-    copy_files(model_folder(path), folder)
-    source = load_tokenizer(path)
-    template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
+    copy_files(models.llm_folder, folder)
+    template = load_template(models.section.llm.path, name, models.layout)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
@@ -288,7 +287,8 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
                 f"was trained on {list(document.input_ids[:40])}. "
                 "Use --format safetensors, which exports no tokenizer"
             )
-    generation = generation_settings(path, tokenizer, _end_of_answers(template, TEXTS[0]))
+    end = _end_of_answers(template, TEXTS[0])
+    generation = _generation_settings(models.llm_folder, tokenizer, end)
     write_json(folder / "generation_config.json", generation)
 
 
