@@ -52,7 +52,8 @@ from mmtrain.model.encoder.vision import load_vision, model_class, stock_config,
 from mmtrain.model.weights.files import tensor_places
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
-# of a transformers configuration; the others are about training or about files
+# Of a transformers configuration: those of many, those of DINOv2, ViT, DINOv3, InternViT, SigLIP 2
+# and Pixtral, those of Qwen. The others are about training or about files.
 KEPT_SETTINGS = """
 hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size
 patch_size hidden_act layer_norm_eps projection_dim vision_use_head
@@ -64,7 +65,7 @@ num_patches head_dim rope_parameters
 
 depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size window_size
 fullatt_block_indexes num_position_embeddings deepstack_visual_indexes num_key_value_heads embed_dim
-""".split()  # those of many; of DINOv2, ViT, DINOv3, InternViT, SigLIP 2 and Pixtral; of Qwen
+"""
 # Modules that features may come from: each computes what its stock counterpart does, or in eval
 # mode nothing.
 KNOWN_MODULES = {
@@ -204,7 +205,8 @@ def _from_transformers(
     files = family.own(encoder_tensors(folder, tensor_places(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
-    _refuse_registers(str(folder), family.prefix_tokens(sources) - 1)
+    shapes = {name: source.shape for name, source in sources.items()}
+    _refuse_registers(str(folder), family.prefix_tokens(shapes) - 1)
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -241,7 +243,7 @@ def _from_transformers(
         tensors[name] = in_memory(tensor)
     if OUTER in family.outer:
         tensors = {OUTER + name: source for name, source in tensors.items()}
-    settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
+    settings = {key: getattr(config, key) for key in KEPT_SETTINGS.split() if hasattr(config, key)}
     return {"model_type": config.model_type} | settings, tensors
 
 
