@@ -256,12 +256,13 @@ def default_base(models: Models) -> Base:
     return "llm" if alone else "hf"
 
 
+# by values of --format, and for "safetensors" none
 _CHECKS = {
     "llava": refuse_llava_code,
     "hf": _refuse_unknown_class,
     "peft": _refuse_without_adapters,
     "peft --base llm": _refuse_more_than_adapters,
-}  # by --format
+}
 
 
 def formats_for(models: Models, trained: Collection[str]) -> str:
