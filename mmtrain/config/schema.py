@@ -37,6 +37,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
+ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
 SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
 
 
@@ -289,7 +290,7 @@ class CheckpointSection(Section):
 
 
 class ExportSection(Section):
-    format: Free[Literal["safetensors", "llava", "hf", "peft"] | None] = None
+    format: Free[ExportFormat | None] = None
     """format in which you will export the run with `mmtrain export`; the plan refuses a format that
     the run cannot have. null: checked at export"""
 
