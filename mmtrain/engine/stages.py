@@ -58,11 +58,10 @@ def build_stages(
     streamed = streamed_layers(plan, rank, device, replicas, config.parallel.timeout_seconds)
     if resumes:
         config = without_init_from(config)
-    stages = plan.ranks[rank].stages
-    return {
-        stage.stage: build_stage(config, stage, device=device, streamed=streamed)
-        for stage in stages
-    }
+    built = {}
+    for stage in plan.ranks[rank].stages:
+        built[stage.stage] = build_stage(config, stage, device=device, streamed=streamed)
+    return built
 
 
 def without_init_from(config: RunConfig) -> RunConfig:
@@ -79,6 +78,11 @@ def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:
     """Raise UserError where a GPU has less memory left than the plan still needs on it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        memory = GpuMemory(
+            total,
+            free,
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
         name = f"{device} ({torch.cuda.get_device_name(device)})"
-        refuse_short_memory(rank, name, GpuMemory(total, free, *used))
+        refuse_short_memory(rank, name, memory)

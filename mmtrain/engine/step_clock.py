@@ -38,7 +38,9 @@ class RankSeconds(NamedTuple):
 
     @property
     def idle_fraction(self) -> float:
-        return self.idle / self.window if self.window > 0 else 0.0
+        if self.window <= 0:
+            return 0.0
+        return self.idle / self.window
 
 
 class HeapUse(ctypes.Structure):
@@ -84,7 +86,8 @@ class StepClock:
         heap grows by.
         """
         self._device = device
-        self._before_weights, self._peak_bytes = heap_bytes() - held_bytes, 0
+        self._before_weights = heap_bytes() - held_bytes
+        self._peak_bytes = 0
         self._together = self._begun = self._now()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
@@ -171,11 +174,10 @@ class StepClock:
         """Return what this rank has done since `begin`, without gaps, in seconds since its clock
         was made.
         """
-        begun = self.seconds - self._seconds(self._begun, self._together)
-        ends = [begun + self._seconds(self._begun, mark) for *_, mark in self._marks]
-        return [
-            Interval(work, instruction, begin, end)
-            for (work, instruction, _), begin, end in zip(
-                self._marks, [begun, *ends], ends, strict=False
-            )
-        ]
+        begun = begin = self.seconds - self._seconds(self._begun, self._together)
+        intervals = []
+        for work, instruction, mark in self._marks:
+            end = begun + self._seconds(self._begun, mark)
+            intervals.append(Interval(work, instruction, begin, end))
+            begin = end
+        return intervals

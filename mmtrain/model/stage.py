@@ -226,6 +226,11 @@ class Stage(nn.Module):
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
 
 
+def streamed_of(stages: Iterable[Stage]) -> StreamedLayers | None:
+    """Return the streamed layers of a rank, which its stages share; None without any."""
+    return next(filter(None, (stage.streamed for stage in stages)), None)
+
+
 def arranged(
     projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]
 ) -> torch.Tensor:

@@ -57,6 +57,8 @@ class NativeTower(VisionTower):
     encoder's order.
     """
 
+    needs_grids = True
+
     def __init__(
         self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any
     ) -> None:

@@ -43,6 +43,8 @@ class VisionTower(nn.Module):
     the encoder's `dtype`. The last gives features (N, *feature_shape), others hidden states.
     """
 
+    needs_grids = False
+
     def __init__(
         self,
         model: nn.Module,
