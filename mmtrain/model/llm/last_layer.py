@@ -47,11 +47,14 @@ class Rows:
     """
 
     def __init__(self, places: torch.Tensor, device: torch.device) -> None:
-        self.places, self.on_host = copied(places, device), places.cpu()
+        self.places = copied(places, device)
+        self.on_host = places.cpu()
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) -> (1, S, ...), on the tensor's device."""
-        places = self.places if tensor.device == self.places.device else self.on_host
+        places = self.places
+        if tensor.device != places.device:
+            places = self.on_host
         return tensor.flatten(0, 1).index_select(0, places)[None]
 
 
@@ -59,13 +62,13 @@ class LastLayer:
     """A stock decoder layer's `forward` for all tokens, or for those of `rows` while it is set."""
 
     def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
-        queries, keys = (
-            [module for name, module in layer.named_modules() if name.split(".")[-1] in names]
-            for names in (QUERY_PROJECTIONS, KEY_PROJECTIONS)
-        )
-        on_rows = functools.partial(run_on_rows, layer.forward, queries, keys)
-        self.whole = recomputing(layer.forward) if recompute else layer.forward
-        self.on_rows = recomputing(on_rows) if recompute else on_rows
+        queries = _named(layer, QUERY_PROJECTIONS)
+        keys = _named(layer, KEY_PROJECTIONS)
+        self.whole: Forward = layer.forward
+        self.on_rows: Forward = functools.partial(run_on_rows, layer.forward, queries, keys)
+        if recompute:
+            self.whole = recomputing(self.whole)
+            self.on_rows = recomputing(self.on_rows)
         self.rows: Rows | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -74,6 +77,10 @@ class LastLayer:
             return self.whole(*arguments, **options)
         # an argument: recomputation gets those of its own batch
         return self.on_rows(self.rows, *arguments, **options)
+
+
+def _named(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    return [module for name, module in layer.named_modules() if name.split(".")[-1] in names]
 
 
 def run_on_rows(
@@ -94,6 +101,7 @@ def run_on_rows(
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
     if name is None:
         raise TypeError(f"{inspect.unwrap(forward)} has no argument for a cache")
+
     call.arguments[name] = _Cache()
     try:
         with _giving_zeros(query_projections):
@@ -108,9 +116,7 @@ def run_on_rows(
             return value.at(rows.on_host)
         return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
 
-    call.arguments.update(
-        {name: map_tokens(value, of_all, of_rows) for name, value in call.arguments.items()}
-    )
+    call.arguments.update(map_tokens(call.arguments, of_all, of_rows))
     call.arguments[name] = _Cache(*keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
@@ -121,13 +127,11 @@ def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
     """Within this context linear layers whose results are not used give zeros, without a matrix
     product.
     """
-    linear = [
-        module
-        for module in projections
-        if type(module) is nn.Linear or hasattr(module, "base_layer")
-    ]
-    for module in linear:
-        module.forward = functools.partial(_zeros, module.out_features)
+    linear = []
+    for module in projections:
+        if type(module) is nn.Linear or hasattr(module, "base_layer"):
+            module.forward = functools.partial(_zeros, module.out_features)
+            linear.append(module)
     try:
         yield
     finally:
@@ -145,8 +149,8 @@ def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]
     """
     if isinstance(value, Documents):
         return change(value)
-    if isinstance(value, torch.Tensor):
-        return change(value) if tuple(value.shape[:2]) in (of_all, (1, of_all[1])) else value
+    if isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
+        return change(value)
     if isinstance(value, dict):
         return {key: map_tokens(part, of_all, change) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

@@ -35,7 +35,9 @@ class _SupervisedLossSum(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         wants_rows = rows.requires_grad
-        row_gradient = torch.zeros_like(rows) if wants_rows else None
+        row_gradient = None
+        if wants_rows:
+            row_gradient = torch.zeros_like(rows)
         parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
@@ -43,7 +45,9 @@ class _SupervisedLossSum(torch.autograd.Function):
             with torch.enable_grad():
                 piece = rows[part].detach().requires_grad_(wants_rows)
                 loss = F.cross_entropy(logits_of(piece).float(), labels[part], reduction="sum")
-                inputs = [*([piece] if wants_rows else []), *parameters]
+                inputs = list(parameters)
+                if wants_rows:
+                    inputs.insert(0, piece)
                 gradients = list(torch.autograd.grad(loss, inputs))
             if row_gradient is not None:
                 row_gradient[part] = gradients.pop(0)
@@ -57,12 +61,12 @@ class _SupervisedLossSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
-        scaled = None if row_gradient is None else row_gradient * upstream.to(row_gradient.dtype)
-        gradients = (
-            (g * upstream).to(d)
-            for g, d in zip(parameter_gradients, ctx.parameter_dtypes, strict=True)
-        )
-        return scaled, None, None, None, *gradients
+        if row_gradient is not None:
+            row_gradient = row_gradient * upstream.to(row_gradient.dtype)
+        scaled = []
+        for gradient, dtype in zip(parameter_gradients, ctx.parameter_dtypes, strict=True):
+            scaled.append((gradient * upstream).to(dtype))
+        return row_gradient, None, None, None, *scaled
 
 
 def supervised_places(labels: torch.Tensor) -> torch.Tensor:
@@ -126,9 +130,8 @@ def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
     answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1
     answers = int(begins.sum())
     wrong = (predicted != copied(labels[supervised], device)).long()
-    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device).index_add_(
-        0, copied(answer, device), wrong
-    )
+    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device)
+    wrong_tokens.index_add_(0, copied(answer, device), wrong)
     all_answers = torch.full((), answers, device=device)
     return torch.stack([(1 - wrong).sum(), all_answers, (wrong_tokens == 0).sum()]).double()
 
