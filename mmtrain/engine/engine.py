@@ -32,7 +32,7 @@ from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
-from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
@@ -101,7 +101,7 @@ class FrozenPipelineEngine:
         self._wants_stop = False
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
-        self._integer_rows = 5 if has_grid_positions(config) else 2
+        self._integer_rows = 5 if models_of(config).has_grid_positions else 2
         first = self.stages[self.stage_id]
         self._dtype = first.dtype
         self._shape = (packs, config.data.pack_length, first.language.hidden_size)

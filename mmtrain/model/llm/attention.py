@@ -647,7 +647,7 @@ def flash_agrees(
 def _trial_states(
     documents: Documents, heads: int, width: int, peak: float, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Draw query, key, value and upstream gradient (1, H, L, D), 2 key heads, with scores of `peak`.
+    """Draw query, key, value and upstream gradient (1, H, L, D), with scores of up to `peak`.
 
     Each document's first and last token outweigh the others for every query that sees them: a
     window that is off by one, or one token of another document or its own too few, changes a result
