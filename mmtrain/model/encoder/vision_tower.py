@@ -89,10 +89,11 @@ class VisionTower(nn.Module):
     def slice_of(self, first: int, last: int) -> VisionTower:
         """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
-        blocks = enumerate(block_list(self.model))
-        part = copy.deepcopy(
-            self, {id(block): Bookend(block) for i, block in blocks if not first <= i < last}
-        )
+        absent = {}
+        for i, block in enumerate(block_list(self.model)):
+            if not first <= i < last:
+                absent[id(block)] = Bookend(block)
+        part = copy.deepcopy(self, absent)
         part.blocks = (first, last)
         return part
 
@@ -110,15 +111,17 @@ class VisionTower(nn.Module):
 
         `grids` of pictures count for a `NativeTower` alone.
         """
-        first, side = self.blocks[0], (3, self.image_size, self.image_size)
+        side = (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
             # some encoders take other sizes
-            assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)
+            assert taken.shape[1:] == side and self.blocks[0] == 0, (taken.shape, self.blocks)
             output = self._run(None, taken.to(self.dtype), grids)
         else:
             assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
-            output = self._run(taken, taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side), grids)
-        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
+            zeros = taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side)
+            output = self._run(taken, zeros, grids)
+        of_tile = self.feature_shape if self.is_last else self.hidden_shape
+        expected = (len(taken), *of_tile)
         assert output.shape == expected and output.dtype == self.dtype, (
             output.shape,
             expected,
@@ -130,18 +133,25 @@ class VisionTower(nn.Module):
         """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
         first block.
         """
-        return self._call(hidden, images if hidden is None else images[:1])
+        if hidden is not None:
+            images = images[:1]
+        return self._call(hidden, images)
 
     def _call(self, hidden: torch.Tensor | None, *images: Any) -> torch.Tensor:
         """Return `features(model, *images)`, or what a slice before the last hands on, in the
         encoder's own order.
         """
-        (first, last), blocks, handles = self.blocks, block_list(self.model), []
-        if hidden is not None:  # takes the place of what the stem made
-            hand_in = blocks[first].register_forward_pre_hook(
-                lambda _, arguments: (self._handed_in(hidden, arguments[0]), *arguments[1:])
-            )
-            handles.append(hand_in)
+        first, last = self.blocks
+        blocks = block_list(self.model)
+        handles = []
+
+        def hand_in(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Replace what the stem made."""
+            made, *others = arguments
+            return (self._handed_in(hidden, made), *others)
+
+        if hidden is not None:
+            handles.append(blocks[first].register_forward_pre_hook(hand_in))
         try:
             output = self.features(self.model, *images)
             if not self.is_last:
@@ -176,29 +186,29 @@ class VisionTower(nn.Module):
         bits. `prepared` makes the input of a group.
         """
         groups = self.groups(len(taken), grids)
-        parts = taken.split([tiles for tiles, _ in groups])
+        sizes = [tiles for tiles, _ in groups]
+        parts = taken.split(sizes)
         output = self(prepared(parts[0]), groups[0][1])
         if len(groups) == 1:
             return output.contiguous()
         outputs = output.new_empty(len(taken), *output.shape[1:])
         outputs[: len(output)] = output
         del output  # else it lives while the others are made
-        places = outputs.split([tiles for tiles, _ in groups])
-        for part, place, (_, of_part) in list(zip(parts, places, groups, strict=True))[1:]:
-            place.copy_(self(prepared(part), of_part))
+        rest = zip(parts[1:], outputs.split(sizes)[1:], groups[1:], strict=True)
+        for part, room, (_, of_part) in rest:
+            room.copy_(self(prepared(part), of_part))
         return outputs
 
 
 def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
-    """An encoder's blocks, absent ones included; raises UserError without any."""
+    """Return an encoder's blocks, absent ones included; raises UserError without any."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(
-            f"vision.{name}.0."
-        ):
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+        if is_list and ENCODER_BLOCK.match(f"vision.{name}.0."):
             return module
     raise UserError(
-        f"model.vision.name: the blocks of a {type(model).__name__} are not in one known "
-        "list. Use a ViT"
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one known list. "
+        "Use a ViT"
     )
 
 
@@ -223,4 +233,6 @@ def slices_difference(
     if torch.equal(taken, expected):
         return 0.0
     difference = float((taken.double() - expected.double()).abs().max())
-    return difference if math.isfinite(difference) else math.inf
+    if math.isnan(difference):
+        return math.inf
+    return difference

@@ -1,5 +1,4 @@
-"""Where streamed decoder layers are kept: in the host's memory, in parts on several ranks, or in
-fewer bits.
+"""Stores of streamed decoder layers: the host's memory, parts on several ranks, or fewer bits.
 
 host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
            the ranks of a machine that stream the same layers
@@ -38,7 +37,8 @@ class PeerSource(Source):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(device)
         self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
 
     def padded(self, size: int) -> int:
         step = ALIGNMENT * self._size
@@ -79,11 +79,10 @@ class HostSource(Source):
         """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
         it.
         """
-        kept = (
-            self._filled_once(layer)
-            if self._group is not None
-            else _filled(_memory_file(layer.bytes), layer)
-        )
+        if self._group is None:
+            kept = _filled(_memory_file(layer.bytes), layer)
+        else:
+            kept = self._filled_once(layer)
         if self.device.type == "cuda":
             lock(kept)
         return kept
@@ -93,11 +92,13 @@ class HostSource(Source):
         it.
         """
         is_first = self._here[0] == dist.get_rank(self._group)
-        file = _memory_file(layer.bytes) if is_first else -1
-        kept = _filled(os.dup(file), layer) if is_first else None
+        file = -1
+        if is_first:
+            file = _memory_file(layer.bytes)
+            kept = _filled(os.dup(file), layer)
         owners: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size(self._group)
         dist.all_gather_object(owners, (os.getpid(), file), group=self._group)
-        if kept is None:
+        if not is_first:
             kept = _mapped(*owners[self._here[0]], layer.bytes)
         dist.barrier(self._group)  # all have it open
         if is_first:
@@ -113,10 +114,9 @@ def lock(kept: torch.Tensor) -> None:
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
         raise UserError(
-            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error "
-            f"{refused}). Stream "
-            "fewer layers (parallel.streamed_layers), or let the machine lock more "
-            "memory (ulimit -l)"
+            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer "
+            f"(error {refused}). Stream fewer layers (parallel.streamed_layers), or let the "
+            "machine lock more memory (ulimit -l)"
         )
     # Else the driver would take this memory for locked when it is somebody else's. At the process's
     # end it all goes.
@@ -124,15 +124,13 @@ def lock(kept: torch.Tensor) -> None:
 
 
 def _machine() -> tuple[str, ...]:
-    """What processes that can open each other's files have in common."""
+    """Return a name that processes share if they can open each other's files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
 
 def _memory_file(size: int) -> int:
-    """Descriptor of a file in memory, -1 where the system has none. Raises UserError without
-    room.
-    """
+    """Open a file in memory, -1 where the system has none. Raises UserError without room."""
     if not HAS_MEMORY_FILES:
         return -1
     file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
@@ -143,8 +141,8 @@ def _memory_file(size: int) -> int:
         os.close(file)
         raise UserError(
             f"a decoder layer of {bytes_text(size)} does not fit in the host's memory "
-            f"({error.strerror}). Stream "
-            "fewer layers (parallel.streamed_layers), or use a machine with more"
+            f"({error.strerror}). Stream fewer layers (parallel.streamed_layers), or use a machine "
+            "with more"
         ) from error
     return file
 
@@ -165,9 +163,8 @@ def _mapped(process: int, file: int, size: int) -> torch.Tensor:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise UserError(
-            f"ranks of one machine cannot open each other's memory ({error.strerror}). "
-            "Start them as one user, with "
-            "/proc mounted without hidepid"
+            f"ranks of one machine cannot open each other's memory ({error.strerror}). Start them "
+            "as one user, with /proc mounted without hidepid"
         ) from error
 
 
@@ -198,28 +195,28 @@ class QuantisedSource(Source):
         self._beside = SideStream(device)
 
     def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
-        return [
-            self._quantised(name, p) for name, p in zip(layer.names, layer.parameters, strict=True)
-        ]
+        return list(map(self._quantised, layer.names, layer.parameters))
 
     @torch.no_grad()
     def _quantised(self, name: str, parameter: torch.Tensor) -> Codes:
         if not is_quantised(name, tuple(parameter.shape)):
             return Codes(parameter.detach().clone(), None)
+        weight = parameter.detach()
         block = BLOCK[self.quantisation]
         if self.quantisation == "nf4":
-            return Codes(
-                *self._library.quantize_4bit(parameter.detach(), blocksize=block, quant_type="nf4")
-            )
-        return Codes(*self._library.quantize_blockwise(parameter.detach(), blocksize=block))
+            made = self._library.quantize_4bit(weight, blocksize=block, quant_type="nf4")
+        else:
+            made = self._library.quantize_blockwise(weight, blocksize=block)
+        return Codes(*made)
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return self._beside.run(lambda: self._fill(layer))
 
     @torch.no_grad()
     def _fill(self, layer: StreamedLayer) -> None:
-        nf4 = self.quantisation == "nf4"
-        dequantize = self._library.dequantize_4bit if nf4 else self._library.dequantize_blockwise
+        dequantize = self._library.dequantize_blockwise
+        if self.quantisation == "nf4":
+            dequantize = self._library.dequantize_4bit
         for (codes, state), home in zip(layer.kept, layer.homes, strict=True):
             if state is None:
                 home.copy_(codes)
