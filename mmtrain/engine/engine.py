@@ -29,7 +29,7 @@ from mmtrain.engine.channels import ChainLink, Channels, Encoded
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.engine.single_stage import warm_up
+from mmtrain.engine.single_stage import expected_batch, warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.facts.models import models_of
@@ -101,7 +101,8 @@ class FrozenPipelineEngine:
         self._wants_stop = False
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
-        self._integer_rows = 5 if models_of(config).has_grid_positions else 2
+        models = models_of(config)
+        self._integer_rows = 5 if models.has_grid_positions else 2
         first = self.stages[self.stage_id]
         self._dtype = first.dtype
         self._shape = (packs, config.data.pack_length, first.language.hidden_size)
@@ -112,7 +113,9 @@ class FrozenPipelineEngine:
         if warms_up is None:
             warms_up = self.device.type == "cuda"
         if warms_up:
-            warm_up(config, self.stages, self.weights, plan.first_trainable_stage, self.device)
+            first_trainable = plan.first_trainable_stage
+            batch = expected_batch(config, models)
+            warm_up(batch, self.stages, self.weights, first_trainable, self.device)
         self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
         self._connect(first)
         self._begin(None, trains=True)

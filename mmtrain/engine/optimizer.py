@@ -52,6 +52,7 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(hand_over)
                 self._pairs.append((parameter, master))
             self.by_name[name] = master
+        self.config = config
         self.optimizer = make_optimizer(self.by_name, config)
         self._kind = optimizer_of(config)
 

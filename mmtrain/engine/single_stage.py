@@ -15,7 +15,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
-from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.llm.loss import count_answers
@@ -166,14 +166,14 @@ class SingleStage:
 
 
 def warm_up(
-    config: RunConfig,
+    host: PackedBatch,
     stages: Mapping[int, Stage],
     masters: MasterWeights,
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway
-    weights.
+    """Run everything of a step once on this rank, on the batch `host`: its stages, a prediction,
+    one update of throwaway weights.
 
     A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all
     work of the device, also for messages posted ahead, whose sender may wait for this very rank. So
@@ -184,7 +184,6 @@ def warm_up(
     No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a
     micro-batch.
     """
-    host = expected_batch(config, models_of(config))
     batch = to_device(host, device)
     gpus = []
     if device.type == "cuda":
@@ -209,7 +208,7 @@ def warm_up(
     if masters.by_name:
         weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
         weight.grad = torch.ones_like(weight)
-        make_optimizer({"throwaway": weight}, config.optimizer).step()
+        make_optimizer({"throwaway": weight}, masters.config).step()
     if device.type == "cuda":
         # allocating page-locked memory also waits for the device: have twice as much
         for value in vars(host).values():

@@ -18,6 +18,7 @@ import psutil
 from mmtrain.base.errors import EncoderSliceError, MemoryLimitError, UserError
 from mmtrain.base.printing import bytes_text, counted, print_note
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
@@ -89,7 +90,7 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     """Tell whether the encoder can be sliced. Raises UserError unless it may stay whole."""
     try:
-        probe_encoder(config)
+        probe_encoder(models_of(config))
     except EncoderSliceError as error:
         if not may_stay_whole:
             raise

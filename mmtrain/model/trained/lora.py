@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -47,8 +46,8 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             unused.add(name)
-            note = partial(unused.discard, name)
-            handles.append(module.register_forward_hook(lambda *_, note=note: note()))
+            handle = module.register_forward_hook(lambda *_, name=name: unused.discard(name))
+            handles.append(handle)
     try:
         yield
     finally:
