@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
@@ -57,7 +58,7 @@ class RankAudit:
         plan: RankPlan,
         stages: Mapping[int, Stage],
         optimizer: torch.optim.Optimizer,
-        masters: Mapping[str, torch.Tensor],
+        masters: Mapping[str, Tensor],
     ) -> None:
         self.plan = plan
         self._optimizer = optimizer
@@ -65,8 +66,8 @@ class RankAudit:
         if isinstance(optimizer, NoOpOptimizer):
             self.optimizer = "NoOp"
         self.masters = masters
-        self.stored: dict[str, torch.Tensor] = {}
-        self.frozen: dict[str, torch.Tensor] = {}
+        self.stored: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
         for stage in stages.values():
             for name, parameter in stage.global_parameters():
                 tensors = self.stored if parameter.requires_grad else self.frozen
@@ -105,7 +106,7 @@ class RankAudit:
             self.before[name] = digest
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor, str]]:
         """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the
         layer is whole.
         """
@@ -148,7 +149,7 @@ class RankAudit:
                 f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}"
             )
 
-    def _refuse_non_finite(self, name: str, tensor: torch.Tensor) -> None:
+    def _refuse_non_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
             source = "the model's folder"
             if name.startswith("projector."):
@@ -251,7 +252,7 @@ class RankAudit:
             "failures": failures,
         }
 
-    def _is_swallowed(self, master: torch.Tensor) -> bool:
+    def _is_swallowed(self, master: Tensor) -> bool:
         """Whether AdamW's eps leaves next to nothing of this weight's updates, as of a key's bias.
 
         Softmax does not depend on that bias, so its gradient is mere rounding.

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.process_groups import channel_group, own_group, replica_ranks
@@ -43,7 +44,7 @@ class _Channel(NamedTuple):
     peer: int
 
     def post(
-        self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]
+        self, operation: Callable[..., dist.Work], tensors: Sequence[Tensor]
     ) -> list[dist.Work]:
         by_nccl = dist.get_backend(self.group) == "nccl"
         works = []
@@ -64,9 +65,9 @@ class Channels:
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
-        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sends: list[tuple[dist.Work, Tensor]] = []
         # by what posted the receive
-        self._awaited: dict[Instruction, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
         # by source, destination (pipeline ranks) and kind
         self._channels: dict[tuple[int, int, str], _Channel] = {}
         self._ranks = plan.pipeline
@@ -95,7 +96,7 @@ class Channels:
     def _message(self, x: Instruction) -> Message:
         return carried(x, self._ranks, self._chain)
 
-    def send(self, x: Instruction, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, x: Instruction, tensors: Sequence[Tensor]) -> None:
         """Send contiguous tensors as the message of `x`."""
         # Let go of what has left the device; gloo's work cannot be polled.
         self._sends = [
@@ -104,11 +105,11 @@ class Channels:
         channel = self._channels[self._message(x).channel]
         self._sends += zip(channel.post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, x: Instruction, tensors: list[torch.Tensor]) -> None:
+    def post_receive(self, x: Instruction, tensors: list[Tensor]) -> None:
         channel = self._channels[self._message(x).channel]
         self._awaited[x] = channel.post(dist.irecv, tensors), tensors
 
-    def take(self, receive: Instruction) -> list[torch.Tensor]:
+    def take(self, receive: Instruction) -> list[Tensor]:
         """Wait for what the instruction `receive` has posted."""
         works, tensors = self._awaited.pop(receive)
         _wait_for(works)
@@ -131,7 +132,7 @@ class Encoded(NamedTuple):
     """A micro-batch of stage 0, with features (N, T, W) of its tiles, None without tiles."""
 
     batch: PackedBatch  # on the device, but for position ids and labels; without its tiles
-    features: torch.Tensor | None
+    features: Tensor | None
     tiles: int
 
 
@@ -144,8 +145,8 @@ class _Ahead:
     # ranks of the chain behind rank 0
     grids: dict[int, list[list[int]]] = field(default_factory=dict)
     # by this rank's slice, and not yet sent or used
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
-    received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
+    made: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)  # in an earlier step
 
     def after(self, microbatches: int) -> _Ahead:
         """Return what is left for the next step, numbered as that step does."""
@@ -189,7 +190,7 @@ class ChainLink:
         if not self._is_alone:
             self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
 
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: list[tuple[dist.Work, Tensor]] = []
         self._of_training = _Ahead()
         self._now = _Ahead()
         self._trains = True
@@ -279,7 +280,7 @@ class ChainLink:
             features = self._take(microbatch)
         return Encoded(batch, features, tiles)
 
-    def _take(self, microbatch: int) -> torch.Tensor:
+    def _take(self, microbatch: int) -> Tensor:
         if microbatch in self._now.received:
             return self._now.received.pop(microbatch)
         (received,) = self._channels.take(Instruction(Op.RECEIVE_FEATURES, self._rank, microbatch))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.base.errors import NonFiniteError
@@ -92,7 +93,7 @@ class FrozenPipelineEngine:
         """Trainable parameters that had a non-zero gradient in an applied step: these must have
         moved.
         """
-        self.predicted: dict[int, torch.Tensor] = {}
+        self.predicted: dict[int, Tensor] = {}
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
         latest `evaluate`.
         """
@@ -156,7 +157,7 @@ class FrozenPipelineEngine:
         for stage in self.stages.values():
             tensors += stage.parameters()
             tensors += stage.buffers()
-        storages = map(torch.Tensor.untyped_storage, tensors)
+        storages = map(Tensor.untyped_storage, tensors)
         return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
     def request_stop(self) -> None:
@@ -206,13 +207,13 @@ class FrozenPipelineEngine:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
-        self._input: dict[tuple[int, int], torch.Tensor] = {}
-        self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
-        self._integers: dict[tuple[int, int], torch.Tensor] = {}
+        self._input: dict[tuple[int, int], Tensor] = {}
+        self._output: dict[tuple[int, int], Tensor | GradientEdge] = {}
+        self._integers: dict[tuple[int, int], Tensor] = {}
         self._sums = RankSums(self.device)
         # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
         # keys of the samples.
-        self._losses: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._losses: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
         self.predicted = {}
         self.clock.begin()
@@ -244,7 +245,7 @@ class FrozenPipelineEngine:
         self._channels.wait_for_sends()
         self.clock.waited()
 
-    def _take(self, op: Op, x: Instruction) -> list[torch.Tensor]:
+    def _take(self, op: Op, x: Instruction) -> list[Tensor]:
         tensors = self._channels.take(Instruction(op, x.stage, x.microbatch))
         self.clock.waited()
         return tensors

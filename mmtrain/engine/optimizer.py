@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
@@ -66,7 +67,7 @@ class MasterWeights:
             if replicas is not None:
                 dist.all_reduce(master.grad, group=replicas)
 
-    def squared_norm(self, replicas: int, device: torch.device) -> torch.Tensor:
+    def squared_norm(self, replicas: int, device: torch.device) -> Tensor:
         """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the
         same gradient.
         """
@@ -84,7 +85,7 @@ class MasterWeights:
         for master in self.by_name.values():
             master.grad = None
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before
         an update.
         """
@@ -95,7 +96,7 @@ class MasterWeights:
                     tensors[f"{name}/{part}"] = self.optimizer.state[master][part]
         return tensors
 
-    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no
         update yet).
 
@@ -128,7 +129,7 @@ class MasterWeights:
         self.write_back()
 
 
-def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> None:
+def _hand_over_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
     gradient = parameter.grad.to(torch.float32)
     if master.grad is None:
         master.grad = gradient

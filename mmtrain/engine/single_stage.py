@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mmtrain.config.schema import RunConfig
@@ -77,7 +78,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     return batch
 
 
-def _in_pack(positions: torch.Tensor, documents: int, length: int) -> torch.Tensor:
+def _in_pack(positions: Tensor, documents: int, length: int) -> Tensor:
     """Repeat a document's positions (..., T) for each document of a pack, and count in its rest."""
     repeats = [1] * (positions.ndim - 1)
     filled = positions.repeat(*repeats, documents)
@@ -103,16 +104,16 @@ class SingleStage:
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
         self.input = torch.randn(shape, dtype=module.dtype, device=device)
-        self.upstream: torch.Tensor | None = None
+        self.upstream: Tensor | None = None
         if not module.language.has_head:
             self.upstream = torch.randn(shape, dtype=module.dtype, device=device)
 
         vision = module.vision
 
-        def made_up(shape: Sequence[int]) -> torch.Tensor:
+        def made_up(shape: Sequence[int]) -> Tensor:
             return torch.randn(len(batch.tiles), *shape, dtype=vision.dtype, device=device)
 
-        self._taken: PackedBatch | torch.Tensor | None = None
+        self._taken: PackedBatch | Tensor | None = None
         if module.projector is not None:
             self._taken = batch
         elif vision is not None and batch.tiles is not None:
@@ -135,7 +136,7 @@ class SingleStage:
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
-    def encode(self) -> torch.Tensor | None:
+    def encode(self) -> Tensor | None:
         return self.module.encode(self._taken, self.batch.grids)
 
     def forward(self) -> None:
@@ -212,6 +213,6 @@ def warm_up(
     if device.type == "cuda":
         # allocating page-locked memory also waits for the device: have twice as much
         for value in vars(host).values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
         torch.cuda.synchronize(device)

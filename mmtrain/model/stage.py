@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.devices import copied
 from mmtrain.config.schema import RunConfig
@@ -95,7 +95,7 @@ class Stage(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
-    def layer_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def layer_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its
         global name.
         """
@@ -105,16 +105,14 @@ class Stage(nn.Module):
             if name in stored and global_name.startswith("llm.layers."):
                 yield global_name, buffer
 
-    def encode(
-        self, taken: PackedBatch | torch.Tensor | None, grids: Grids = ()
-    ) -> torch.Tensor | None:
+    def encode(self, taken: PackedBatch | Tensor | None, grids: Grids = ()) -> Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden
         states, contiguous.
 
         `grids` are those of the images whose hidden states are `taken`. None where there is nothing
         to encode.
         """
-        if isinstance(taken, torch.Tensor):
+        if isinstance(taken, Tensor):
             return self.vision.in_groups(taken, grids=grids)
         if taken is None or self.projector is None:
             return None
@@ -131,12 +129,12 @@ class Stage(nn.Module):
             grids = ((1, 1),)
         return self.vision(self.normalised(tiles), grids)
 
-    def normalised(self, tiles: torch.Tensor) -> torch.Tensor:
+    def normalised(self, tiles: Tensor) -> Tensor:
         if tiles.dtype == torch.uint8:
             tiles = self.transform.normalise(tiles)
         return tiles
 
-    def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+    def start(self, batch: PackedBatch, features: Tensor | None = None) -> Tensor:
         """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) ->
         hidden (B, L, D).
         """
@@ -192,7 +190,7 @@ class Stage(nn.Module):
             with refusing_unused(vision.model, vision.canonical_name):
                 vision(torch.zeros(1, 3, size, size, device=device), ((1, 1),))
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
         """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
 
         `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss`
@@ -200,9 +198,7 @@ class Stage(nn.Module):
         """
         return self.language(hidden, position_ids).to(self.dtype)
 
-    def loss(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, hidden: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats,
         supervised tokens).
         """
@@ -214,8 +210,8 @@ class Stage(nn.Module):
         return loss, torch.full((), len(targets), device=hidden.device)
 
     def predict(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised
         positions, row-major).
         """
@@ -225,8 +221,8 @@ class Stage(nn.Module):
         )
 
     def _supervised(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
         places = supervised_places(labels)
         rows = self.language.forward_rows(hidden, position_ids, places)
@@ -238,9 +234,7 @@ def streamed_of(stages: Iterable[Stage]) -> StreamedLayers | None:
     return next(filter(None, (stage.streamed for stage in stages)), None)
 
 
-def arranged(
-    projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]
-) -> torch.Tensor:
+def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> Tensor:
     """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images
     become.
 
@@ -249,7 +243,7 @@ def arranged(
     """
     side = math.isqrt(projected.shape[1])
     width = projected.shape[2]
-    positions: list[torch.Tensor] = []
+    positions: list[Tensor] = []
     images = projected.split([tiling.tiles for tiling in tilings])
     for tiles, tiling in zip(images, tilings, strict=True):
         shown = tiling.shown
@@ -268,9 +262,7 @@ def arranged(
     return torch.cat(positions)
 
 
-def fuse(
-    embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None
-) -> torch.Tensor:
+def fuse(embeddings: Tensor, image_places: Tensor, image_embeddings: Tensor | None) -> Tensor:
     """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows
     laid end to end.
 
@@ -294,16 +286,12 @@ class _Put(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, into: Tensor, places: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         return into.index_copy(0, places, rows)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         (places,) = ctx.saved_tensors
         wants_into, _, wants_rows = ctx.needs_input_grad
         of_into = of_rows = None

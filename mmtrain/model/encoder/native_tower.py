@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import VideoLlama3VisionModel, vision_utils
 
 from mmtrain.base.devices import copied
@@ -36,13 +36,13 @@ class Unmerged(nn.Module):
         super().__init__()
         self.joined = joined
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         if features.ndim == 4:  # (N, W, 2, 2) for GLM's convolution
             features = features.permute(0, 2, 3, 1)
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
-def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def on_its_device(_: nn.Module, taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
     patch's image.
     """
@@ -90,7 +90,7 @@ class NativeTower(VisionTower):
                 groups.append((count, (grid,)))
         return groups
 
-    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
         counts = [rows * columns for rows, columns in grids]
         cells = images.split(counts)
         received = None if hidden is None else hidden.split(counts)
@@ -122,11 +122,11 @@ class NativeTower(VisionTower):
             equal.setdefault(tuple(grid), []).append(number)
         return equal.values()
 
-    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _handed_in(self, hidden: Tensor, made: Tensor) -> Tensor:
         return hidden.reshape(made.shape)
 
 
-def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:
+def _in_cells(features: Tensor, grid: Sequence[int], factor: int, block: int) -> Tensor:
     """Bring features (P, W) of one picture from the order of `patch_rows` into cells (N, factor^2,
     W), row by row in each.
     """
@@ -142,9 +142,9 @@ def _features(
     side: int,
     has_class_token: bool,
     model: nn.Module,
-    cells: Sequence[torch.Tensor],
+    cells: Sequence[Tensor],
     grids: Grids,
-) -> torch.Tensor:
+) -> Tensor:
     """Run a stock encoder on pictures: their features, one after another, in the encoder's
     order.
     """
@@ -179,9 +179,7 @@ def _features(
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
-def _tables(
-    model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor
-) -> dict[str, Any]:
+def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[str, Any]:
     """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
     no call waits.
 

@@ -18,7 +18,7 @@ from typing import Any
 import timm
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -178,7 +178,7 @@ def _cut_timm(
         [select_layer], prune_norm=not final_norm, prune_head=True
     )
 
-    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def features(model: nn.Module, images: Tensor) -> Tensor:
         if final_norm:
             return model.forward_features(images)[:, model.num_prefix_tokens :]
         return model.forward_intermediates(
@@ -314,7 +314,7 @@ def _hf_tower(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     prefix_tokens = family.prefix_tokens(shapes)
 
-    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def features(model: nn.Module, images: Tensor) -> Tensor:
         return model(images).last_hidden_state[:, prefix_tokens:]
 
     return VisionTower(

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.facts.chunks import tiles_per_call
@@ -48,7 +48,7 @@ class VisionTower(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        features: Callable[..., torch.Tensor],
+        features: Callable[..., Tensor],
         width: int,
         image_size: int,
         patch_size: int,
@@ -105,7 +105,7 @@ class VisionTower(nn.Module):
     def canonical_name(self, name: str) -> str:
         return f"vision.{self.published(name)}"
 
-    def forward(self, taken: torch.Tensor, grids: Grids = ()) -> torch.Tensor:
+    def forward(self, taken: Tensor, grids: Grids = ()) -> Tensor:
         """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or
         hidden states.
 
@@ -129,7 +129,7 @@ class VisionTower(nn.Module):
         )
         return output
 
-    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
         """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
         first block.
         """
@@ -137,7 +137,7 @@ class VisionTower(nn.Module):
             images = images[:1]
         return self._call(hidden, images)
 
-    def _call(self, hidden: torch.Tensor | None, *images: Any) -> torch.Tensor:
+    def _call(self, hidden: Tensor | None, *images: Any) -> Tensor:
         """Return `features(model, *images)`, or what a slice before the last hands on, in the
         encoder's own order.
         """
@@ -164,7 +164,7 @@ class VisionTower(nn.Module):
                     block.handed_out = None
         return output
 
-    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _handed_in(self, hidden: Tensor, made: Tensor) -> Tensor:
         """Return received hidden states in the shape of those that the stem `made`."""
         return hidden
 
@@ -176,10 +176,10 @@ class VisionTower(nn.Module):
     @torch.no_grad()
     def in_groups(
         self,
-        taken: torch.Tensor,
-        prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+        taken: Tensor,
+        prepared: Callable[[Tensor], Tensor] = lambda part: part,
         grids: Grids = (),
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run N tiles' images or hidden states without a graph, a group at a time; contiguous.
 
         Groups and strides are those of every other slice: they decide which kernels run, and so the
@@ -221,7 +221,7 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
 
 
 def slices_difference(
-    whole: VisionTower, cuts: Sequence[int], images: torch.Tensor, grids: Grids = ()
+    whole: VisionTower, cuts: Sequence[int], images: Tensor, grids: Grids = ()
 ) -> float:
     """Largest difference between features by slices with borders `cuts` and by the whole encoder;
     never NaN.

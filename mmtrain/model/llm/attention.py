@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -70,10 +71,10 @@ class Documents:
     runs: tuple[tuple[int, int, int, int], ...]
     window: int | None  # tokens that one sees, itself included; None: all
     # (documents + 1,) int32, on the device: borders when rows lie end to end
-    offsets: torch.Tensor | None = None
+    offsets: Tensor | None = None
     longest: int = 0  # tokens of a document
 
-    def at(self, places: torch.Tensor) -> Documents:
+    def at(self, places: Tensor) -> Documents:
         """Keep the queries at `places` (S,) int64 alone, on the CPU, rising over rows that lie end
         to end.
         """
@@ -97,10 +98,10 @@ class Documents:
 
 # position_ids of the forward call that packed_mask runs in; recomputation in backward makes no
 # masks.
-_POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
 
-class NoPadding(torch.Tensor):
+class NoPadding(Tensor):
     """An attention mask (B, L) of true that answers on the host whether all of it is true, as
     transformers asks.
     """
@@ -109,7 +110,7 @@ class NoPadding(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
-        if function in (torch.all, torch.Tensor.all):
+        if function in (torch.all, Tensor.all):
             return torch.tensor(True)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*arguments, **(options or {}))
@@ -118,11 +119,11 @@ class NoPadding(torch.Tensor):
 
 
 _EQUALS = torch._C.TensorBase.__eq__  # what `mask == 1` calls
-_KEEP_TRUE = frozenset({torch.Tensor.to, torch.Tensor.__getitem__, torch.Tensor.contiguous})
+_KEEP_TRUE = frozenset({Tensor.to, Tensor.__getitem__, Tensor.contiguous})
 
 
 @contextmanager
-def document_positions(position_ids: torch.Tensor) -> Iterator[None]:
+def document_positions(position_ids: Tensor) -> Iterator[None]:
     """Within this context a model's masks also end where `position_ids` (B, L) restart.
 
     gpt_oss, afmoe and opt do not pass those to their masks. With position_ids on the host, no call
@@ -141,8 +142,8 @@ def packed_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] | None = None,
-    attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device: torch.device | str | None = None,
     use_vmap: bool = False,
@@ -174,11 +175,11 @@ def packed_mask(
 
 
 def _joined(
-    mask_function: Callable[..., torch.Tensor],
+    mask_function: Callable[..., Tensor],
     rows: int,
     length: int,
     local_size: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Tell on the host which tokens, all but a row's first, are in the document of the one before.
 
     Documents end where the mask does and where positions do not go on.
@@ -212,7 +213,7 @@ def _joined(
     return joined & continued
 
 
-def _looked_up(mask_function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+def _looked_up(mask_function: Callable[..., Any]) -> Iterator[Tensor]:
     """Tensors in the closure of a function of transformers' masking_utils, or of one that it is
     made of.
     """
@@ -221,7 +222,7 @@ def _looked_up(mask_function: Callable[..., Any]) -> Iterator[torch.Tensor]:
         if not isinstance(content, (tuple, list)):
             content = (content,)
         for value in content:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 yield value
             elif callable(value):
                 yield from _looked_up(value)
@@ -232,16 +233,16 @@ def _looked_up(mask_function: Callable[..., Any]) -> Iterator[torch.Tensor]:
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Documents,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal attention within documents; transformers calls this in every attention layer
     (AttentionInterface).
 
@@ -278,14 +279,14 @@ def packed_attention(
 
 
 def attend_by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     scale: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend in one call per run, or in one for documents of one length; shapes as in
     `packed_attention`.
     """
@@ -324,21 +325,21 @@ def attend_by_document(
     return torch.cat(outputs, dim=1).unflatten(1, query.shape[::2])[0]
 
 
-def _split(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+def _split(states: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     # Not by slices, whose gradients have the whole length; along (1, L, H, D), whose gradients are
     # joined uncopied.
     return [part.transpose(1, 2) for part in states.transpose(1, 2).split(lengths, dim=1)]
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     window: int | None,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
 
     Soft caps and sinks (gemma2, gpt_oss) cost the (B, H, m, n) scores: 1 GB in fp32 for 4,096
@@ -377,7 +378,7 @@ def _attend(
     return (weights @ v).transpose(1, 2)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Make a mask (queries, keys) of the tokens that each of a document's last tokens sees."""
     i = torch.arange(keys - queries, keys, device=device)[:, None]
     j = torch.arange(keys, device=device)
@@ -390,7 +391,7 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 # ---- flash attention
 
 
-def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
+def flash_varlen_attn(*arguments: Any, **options: Any) -> Tensor:
     """torch's variable-length attention without cuDNN, which torch 2.15 prefers on Hopper and
     Blackwell.
 
@@ -402,13 +403,13 @@ def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def attend_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     scale: float,
     causal: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend in one call for all documents of all rows, as `packed_attention`; fp16 or bf16, on a
     GPU.
 
@@ -448,7 +449,7 @@ def attend_flash(
 
 def _sequences(
     documents: Documents, length: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return a sequence with its own keys for each run: places of keys, offsets of queries and
     keys, longest of both.
     """
@@ -532,9 +533,9 @@ def describe_backends(
 
 
 def use_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     extras: Sequence[str],
 ) -> bool:
@@ -566,9 +567,9 @@ def use_flash(
 
 
 def _reason_against_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     extras: Sequence[str],
 ) -> str | None:
@@ -646,7 +647,7 @@ def flash_agrees(
 
 def _trial_states(
     documents: Documents, heads: int, width: int, peak: float, generator: torch.Generator
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Draw query, key, value and upstream gradient (1, H, L, D), with scores of up to `peak`.
 
     Each document's first and last token outweigh the others for every query that sees them: a
@@ -668,7 +669,7 @@ def _trial_states(
     return states
 
 
-def _agree(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+def _agree(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether results differ by rounding alone, and are numbers.
 
     bf16 keeps 3 digits, of scores as well as of values: a right kernel is off by 0.02 at most.
@@ -685,15 +686,15 @@ def _agree(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
 
 def images_attention(
     _: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: None,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     max_length_q: int,
     **__: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend within each image in one call, (1, H, P, D) to (1, P, H, D); images begin at
     `cu_seq_lens_q`.
     """

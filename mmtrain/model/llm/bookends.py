@@ -17,7 +17,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
@@ -31,8 +31,8 @@ class Bookend(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.hand_in: torch.Tensor | None = None
-        self.handed_out: torch.Tensor | None = None
+        self.hand_in: Tensor | None = None
+        self.handed_out: Tensor | None = None
         # bamba's and falcon_h1's layers return a tuple, which their models take apart.
         steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(type(layer).forward)))
         self._behind: tuple[None, ...] | None = None
@@ -42,9 +42,7 @@ class Bookend(nn.Module):
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 
-    def forward(
-        self, hidden_states: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor | tuple[Any, ...]:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Any, ...]:
         self.handed_out = hidden_states
         if self.hand_in is not None:
             hidden_states = self.hand_in
@@ -58,7 +56,7 @@ class AbsentEmbedding(nn.Module):
     away.
     """
 
-    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, given: Tensor, *_: Any, **__: Any) -> Tensor:
         # a zero of the host would be copied, and the host would wait
         return torch.zeros((), device=given.device)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -72,7 +72,7 @@ from mmtrain.model.weights.streaming import StreamedLayers
 class _HeadInput(MoeModelOutputWithPast):
     """All that stock causal LMs read of their base model's output."""
 
-    cross_attentions: tuple[torch.Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
 
 
 class _PassThrough(nn.Module):
@@ -82,7 +82,7 @@ class _PassThrough(nn.Module):
         super().__init__()
         copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
 
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
 
 
@@ -121,7 +121,7 @@ class DecoderLayers(nn.Module):
         self.has_head = head
         self.hidden_size: int = numbers.hidden_size
         self.vocab_size: int = numbers.vocab_size
-        self.deepstack: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+        self.deepstack: tuple[Tensor, Sequence[Tensor]] | None = None
         """Places (P,) of image tokens, over rows laid end to end, and the features (P, D) that
         DeepStack adds there behind the first layer, the second, ...; the next `forward` uses them
         up."""
@@ -131,7 +131,7 @@ class DecoderLayers(nn.Module):
         self._dress_layers(narrow=False)
         self.eval()
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and
         its scale if any.
 
@@ -144,7 +144,7 @@ class DecoderLayers(nn.Module):
             embeddings = embeddings * getattr(config, TOKEN_SCALES[config.model_type])
         return embeddings
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
         """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has
         the head.
 
@@ -157,9 +157,7 @@ class DecoderLayers(nn.Module):
             return hidden
         return self._run(hidden, position_ids)
 
-    def forward_rows(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
+    def forward_rows(self, hidden: Tensor, position_ids: Tensor, places: Tensor) -> Tensor:
         """With the head: `forward`'s result for some tokens alone, (S, D).
 
         `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other
@@ -182,7 +180,7 @@ class DecoderLayers(nn.Module):
         finally:
             self._last_layer.rows = None
 
-    def _run(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
         layers = decoder_layers(self.model)
         device = hidden.device
         documents = positions = position_ids
@@ -237,7 +235,7 @@ class DecoderLayers(nn.Module):
             "stage 0 holds the layers behind which DeepStack adds"
         )
 
-        def hook(added: torch.Tensor, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        def hook(added: Tensor, _: nn.Module, __: Any, output: Tensor) -> Tensor:
             return output.flatten(0, 1).index_add(0, places, added).view_as(output)
 
         hooks = []
@@ -245,7 +243,7 @@ class DecoderLayers(nn.Module):
             hooks.append(layer.register_forward_hook(partial(hook, added)))
         return hooks
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: Tensor) -> Tensor:
         """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft
         cap.
         """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmtrain.base.devices import copied
@@ -46,11 +46,11 @@ class Rows:
     CPU.
     """
 
-    def __init__(self, places: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, places: Tensor, device: torch.device) -> None:
         self.places = copied(places, device)
         self.on_host = places.cpu()
 
-    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of_tensor(self, tensor: Tensor) -> Tensor:
         """(B, L, ...) -> (1, S, ...), on the tensor's device."""
         places = self.places
         if tensor.device != places.device:
@@ -88,7 +88,7 @@ def run_on_rows(
     query_projections: Sequence[nn.Module],
     key_projections: Sequence[nn.Module],
     rows: Rows,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     *arguments: Any,
     **options: Any,
 ) -> Any:
@@ -111,7 +111,7 @@ def run_on_rows(
         keys_and_values = reached.args
     of_all = tuple(hidden.shape[:2])
 
-    def of_rows(value: torch.Tensor | Documents) -> torch.Tensor | Documents:
+    def of_rows(value: Tensor | Documents) -> Tensor | Documents:
         if isinstance(value, Documents):
             return value.at(rows.on_host)
         return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
@@ -139,7 +139,7 @@ def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
             del module.forward
 
 
-def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
+def _zeros(width: int, rows: Tensor) -> Tensor:
     return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
@@ -149,7 +149,7 @@ def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]
     """
     if isinstance(value, Documents):
         return change(value)
-    if isinstance(value, torch.Tensor) and tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
+    if isinstance(value, Tensor) and tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tokens(part, of_all, change) for key, part in value.items()}
@@ -165,12 +165,10 @@ class _CacheReached(Exception):  # noqa: N818 - no error
 class _Cache:
     """A cache that leaves the layer with its keys and values, or returns those that it holds."""
 
-    def __init__(self, *keys_and_values: torch.Tensor) -> None:
+    def __init__(self, *keys_and_values: Tensor) -> None:
         self._keys_and_values = keys_and_values
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         if not self._keys_and_values:
             raise _CacheReached(key, value)
         return self._keys_and_values

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mmtrain.base.devices import copied
 from mmtrain.data.samples.sample import IGNORE
@@ -28,12 +29,12 @@ class _SupervisedLossSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
-        labels: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        rows: Tensor,
+        labels: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
         chunk: int,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        *parameters: Tensor,
+    ) -> Tensor:
         wants_rows = rows.requires_grad
         row_gradient = None
         if wants_rows:
@@ -59,7 +60,7 @@ class _SupervisedLossSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
         if row_gradient is not None:
             row_gradient = row_gradient * upstream.to(row_gradient.dtype)
@@ -69,18 +70,18 @@ class _SupervisedLossSum(torch.autograd.Function):
         return row_gradient, None, None, None, *scaled
 
 
-def supervised_places(labels: torch.Tensor) -> torch.Tensor:
+def supervised_places(labels: Tensor) -> Tensor:
     """Places (S,) int64, over rows laid end to end, where `labels` (B, L) are not IGNORE."""
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
 def supervised_loss_sum(
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: Tensor,
+    targets: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
-) -> torch.Tensor:
+) -> Tensor:
     """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even
     when S is 0.
 
@@ -97,11 +98,11 @@ def supervised_loss_sum(
 
 
 def loss_sum_and_predictions(
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: Tensor,
+    targets: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
     vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in
     `supervised_loss_sum`.
     """
@@ -115,7 +116,7 @@ def loss_sum_and_predictions(
     return total, predicted
 
 
-def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+def count_answers(labels: Tensor, predicted: Tensor) -> Tensor:
     """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
 
     `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any
@@ -140,6 +141,6 @@ def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, LOGITS_PER_CHUNK // vocab_size)
 
 
-def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Loss sum and arg max of a chunk, whose logits end with this function."""
     return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

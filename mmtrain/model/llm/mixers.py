@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.devices import copied
 from mmtrain.base.printing import escape
@@ -58,14 +58,14 @@ class Sequences:
 
     shape: tuple[int, int]
     # (length, places (n * length,) int64 on the device)
-    groups: tuple[tuple[int, torch.Tensor], ...]
+    groups: tuple[tuple[int, Tensor], ...]
     # (B * L,), on the device: places of tokens in the groups; None: they are in order
-    inverse: torch.Tensor | None
+    inverse: Tensor | None
     # of the documents, as kernels take them, under transformers' names
-    borders: dict[str, torch.Tensor]
+    borders: dict[str, Tensor]
 
     @classmethod
-    def of_positions(cls, position_ids: torch.Tensor, device: torch.device | str) -> Sequences:
+    def of_positions(cls, position_ids: Tensor, device: torch.device | str) -> Sequences:
         """Find the documents where `position_ids` (B, L) do not go on, and at the beginning of each
         row.
         """
@@ -152,9 +152,7 @@ class ByDocument:
         results = []
         for length, places in sequences.groups:
 
-            def chosen(
-                tokens: torch.Tensor, length: int = length, places: torch.Tensor = places
-            ) -> torch.Tensor:
+            def chosen(tokens: Tensor, length: int = length, places: Tensor = places) -> Tensor:
                 if sequences.inverse is not None:
                     tokens = tokens.index_select(0, places)
                 return tokens.unflatten(0, (-1, length))
@@ -174,14 +172,14 @@ class ByDocument:
         self,
         call: inspect.BoundArguments,
         sequences: Sequences,
-        chosen: Callable[[torch.Tensor], torch.Tensor],
-        **borders: torch.Tensor,
+        chosen: Callable[[Tensor], Tensor],
+        **borders: Tensor,
     ) -> Any:
         """Run the stock forward on what `chosen` makes of each argument for all tokens, (B * L,
         ...).
         """
 
-        def of_call(value: torch.Tensor | Documents) -> torch.Tensor | None:
+        def of_call(value: Tensor | Documents) -> Tensor | None:
             if isinstance(value, (Documents, NoPadding)):
                 return None  # within a document no token is hidden
             return chosen(value.expand(sequences.shape[0], *value.shape[1:]).flatten(0, 1))
@@ -190,7 +188,7 @@ class ByDocument:
         own = inspect.BoundArguments(call.signature, arguments)
         return self._forward(*own.args, **own.kwargs, **borders)
 
-    def _choose(self, hidden: torch.Tensor) -> Backend:
+    def _choose(self, hidden: Tensor) -> Backend:
         layers = "recurrent layers"
         if not hidden.is_cuda:
             reason = "kernels that take borders need a GPU"
@@ -201,7 +199,7 @@ class ByDocument:
         return Backend(layers, "document", reason, slow=True)
 
     @torch.enable_grad()
-    def reason_against_kernels(self, hidden: torch.Tensor) -> str | None:
+    def reason_against_kernels(self, hidden: Tensor) -> str | None:
         """Compare the library's kernels, given documents' borders, with the loop; None if both are
         alike.
 
@@ -224,7 +222,7 @@ class ByDocument:
         except TypeError:
             return "kernels are compared on hidden states alone, and this layer needs more"
 
-        def outcome(result: Any) -> torch.Tensor:
+        def outcome(result: Any) -> Tensor:
             states = _states(result)
             (gradient,) = torch.autograd.grad(states, inputs, upstream.to(states.dtype))
             return torch.stack([states, gradient])
@@ -243,17 +241,17 @@ class ByDocument:
         )
 
 
-def _differ(result: torch.Tensor, expected: torch.Tensor) -> bool:
+def _differ(result: Tensor, expected: Tensor) -> bool:
     gaps = (result - expected).float().abs().amax((1, 2, 3))
     most = expected.float().abs().amax((1, 2, 3))
     return not bool((gaps <= AGREEMENT * most).all())
 
 
-def _states(result: Any) -> torch.Tensor:
+def _states(result: Any) -> Tensor:
     """Return the hidden states of a mixer's result, which are alone or first of several."""
     return result[0] if isinstance(result, tuple) else result
 
 
-def _like(result: Any, hidden: torch.Tensor) -> Any:
+def _like(result: Any, hidden: Tensor) -> Any:
     """Return `hidden` as a mixer returns it."""
     return (hidden, *result[1:]) if isinstance(result, tuple) else hidden

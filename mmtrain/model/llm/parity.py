@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from mmtrain.base.errors import UserError
@@ -63,17 +64,17 @@ class _Trial:
             self._rotary = torch.stack([times, documents // 5, documents % 5])
             self._positions = torch.cat([documents[None], self._rotary])
         self.slices: list[DecoderLayers] = []
-        embedded: list[torch.Tensor] = []
+        embedded: list[Tensor] = []
         self._embedded = embedded
 
-        def keep(*call: Any) -> torch.Tensor:
+        def keep(*call: Any) -> Tensor:
             """Hook: begin the gradient at the embedding's output."""
             embedded.append(call[-1].detach().requires_grad_())
             return embedded[-1]
 
         self.model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
 
-    def separate(self) -> torch.Tensor:
+    def separate(self) -> Tensor:
         # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to
         # 4e-4.
         logits = []
@@ -83,19 +84,19 @@ class _Trial:
             logits.append(output.logits[0])
         return torch.cat(logits)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         sequences = Sequences.of_positions(self._documents, "cpu")
         with document_positions(self._documents), running_on(sequences):
             output = self.model(input_ids=self._ids, position_ids=self._rotary, use_cache=False)
         return output.logits[0]
 
-    def staged(self) -> torch.Tensor:
+    def staged(self) -> Tensor:
         hidden = self.slices[0].embed(self._ids)
         for part in self.slices:
             hidden = part(hidden, self._positions)
         return self.slices[-1].logits(hidden[0])
 
-    def run(self, forward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, forward: Callable[[], Tensor]) -> list[Tensor]:
         """Return logits and gradient of the embeddings of each document."""
         self._embedded.clear()
         logits = forward()
@@ -169,7 +170,7 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     hidden = torch.randn(*positions.shape, part.hidden_size, generator=generator).requires_grad_()
     weights = torch.randn(len(places), part.hidden_size, generator=generator)
 
-    def with_gradient(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_gradient(rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows.detach(), torch.autograd.grad((rows * weights).sum(), hidden)[0]
 
     expected = with_gradient(part(hidden, positions).flatten(0, 1)[places])
@@ -181,7 +182,7 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     return _largest_difference(ours, expected)
 
 
-def _largest_difference(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def _largest_difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     ratios = []
     for one, other in zip(ours, expected, strict=True):
         ratios.append((one - other).abs().max() / other.abs().max())

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -51,7 +51,7 @@ class PixelShuffle(nn.Module):
         self.factor = factor
         self.feature_first = feature_first
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         images, patches, width = features.shape
         factor = self.factor
         side = math.isqrt(patches) // factor
@@ -70,7 +70,7 @@ class MeanPool(nn.Module):
         super().__init__()
         self.factor = factor
 
-    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+    def forward(self, embeddings: Tensor) -> Tensor:
         images, positions, width = embeddings.shape
         factor = self.factor
         side = math.isqrt(positions) // factor
@@ -81,7 +81,7 @@ class MeanPool(nn.Module):
 class Swiglu(nn.Module):
     """The first half of the features, times SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         values, gates = features.chunk(2, dim=-1)
         return nn.functional.silu(gates) * values
 
@@ -95,7 +95,7 @@ class Gated(nn.Module):
         self.up_proj = nn.Linear(inputs, inner, bias=False)
         self.down_proj = nn.Linear(inner, outputs, bias=False)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(features)) * self.up_proj(features))
 
 
@@ -131,7 +131,7 @@ class Projector(nn.Module):
             owner = owner.get_submodule(part)
         owner.add_module(last, module)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         outputs = []
         parts = features.chunk(len(self._branches), dim=-1)
         for part, modules in zip(parts, self._branches, strict=True):
@@ -197,7 +197,7 @@ def starting_projector(models: Models, seed: int) -> Projector:
     return projector
 
 
-def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
+def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     """Return the projector of a checkpoint's run, fp32, by the names of `make_projector`'s module;
     empty without an encoder.
 
@@ -234,9 +234,7 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_projector(
-    path: str, operations: Sequence[connectors.Operation]
-) -> dict[str, torch.Tensor]:
+def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dict[str, Tensor]:
     """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
     A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of
@@ -253,7 +251,7 @@ def read_projector(
             f"{KEY}: {files.source} holds no {connectors.NEWLINE}; "
             "it is initialised at random, by run.seed"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]
         if tensor.dtype not in STORED_DTYPES:
@@ -273,7 +271,7 @@ def read_projector(
     return tensors
 
 
-def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
+def _read(files: ProjectorFiles) -> dict[str, Tensor]:
     source = files.source
     if files.is_part:
         whole = whole_projector(files.checkpoint)

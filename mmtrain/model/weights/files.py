@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -54,7 +55,7 @@ def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
     return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
 
 
-def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+def read_pickled(file: Path) -> dict[str, Tensor]:
     """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU;
     nothing in it is executed.
 
@@ -76,15 +77,15 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict):
         raise more
     for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise more
     return _alone(content, file)
 
 
-def _alone(content: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
+def _alone(content: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in content.items():
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim

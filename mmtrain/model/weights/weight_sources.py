@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
@@ -44,7 +45,7 @@ class PeerSource(Source):
         step = ALIGNMENT * self._size
         return -(-size // step) * step
 
-    def keep(self, layer: StreamedLayer) -> torch.Tensor:
+    def keep(self, layer: StreamedLayer) -> Tensor:
         part = layer.bytes // self._size
         return layer.buffer[self._rank * part : (self._rank + 1) * part].clone()
 
@@ -75,7 +76,7 @@ class HostSource(Source):
             dist.all_gather_object(machines, _machine(), group=self._group)
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
-    def keep(self, layer: StreamedLayer) -> torch.Tensor:
+    def keep(self, layer: StreamedLayer) -> Tensor:
         """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
         it.
         """
@@ -87,7 +88,7 @@ class HostSource(Source):
             lock(kept)
         return kept
 
-    def _filled_once(self, layer: StreamedLayer) -> torch.Tensor:
+    def _filled_once(self, layer: StreamedLayer) -> Tensor:
         """Let the first rank of this machine fill memory with the layer's bytes, and the others map
         it.
         """
@@ -109,7 +110,7 @@ class HostSource(Source):
         return self._beside.run(lambda: layer.buffer.copy_(layer.kept, non_blocking=True))
 
 
-def lock(kept: torch.Tensor) -> None:
+def lock(kept: Tensor) -> None:
     """Let the GPU read this memory by itself. Raises UserError where its driver refuses."""
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
@@ -147,7 +148,7 @@ def _memory_file(size: int) -> int:
     return file
 
 
-def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
+def _filled(file: int, layer: StreamedLayer) -> Tensor:
     """Copy a layer into memory that is not torch's own, which rounds page-locked memory up to a
     power of two.
     """
@@ -157,7 +158,7 @@ def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
     return kept.copy_(layer.buffer)
 
 
-def _mapped(process: int, file: int, size: int) -> torch.Tensor:
+def _mapped(process: int, file: int, size: int) -> Tensor:
     try:
         with Path(f"/proc/{process}/fd/{file}").open("r+b") as stream:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
@@ -173,7 +174,7 @@ class Codes(NamedTuple):
     that, itself.
     """
 
-    codes: torch.Tensor
+    codes: Tensor
     state: Any
 
 
@@ -198,7 +199,7 @@ class QuantisedSource(Source):
         return list(map(self._quantised, layer.names, layer.parameters))
 
     @torch.no_grad()
-    def _quantised(self, name: str, parameter: torch.Tensor) -> Codes:
+    def _quantised(self, name: str, parameter: Tensor) -> Codes:
         if not is_quantised(name, tuple(parameter.shape)):
             return Codes(parameter.detach().clone(), None)
         weight = parameter.detach()
@@ -228,7 +229,7 @@ class QuantisedSource(Source):
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
         return [self._fingerprint(codes, state) for codes, state in layer.kept]
 
-    def _fingerprint(self, codes: torch.Tensor, state: Any) -> str:
+    def _fingerprint(self, codes: Tensor, state: Any) -> str:
         if state is None:
             return fingerprint(codes)
         text = f"{self.quantisation} {fingerprint(codes)} {fingerprint(state.absmax)}"
