@@ -140,7 +140,7 @@ class RankAudit:
             raise self._error(
                 f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}"
             )
-        optimized: set[int] = set()
+        optimized = set()
         for group in optimizer.param_groups:
             optimized.update(map(id, group["params"]))
         is_complete = optimized == set(map(id, self.masters.values()))
@@ -275,7 +275,7 @@ def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
     `ranks`: the "frozen_parameters" of each rank's `RankAudit.start()`. A tied matrix that two
     ranks hold counts once.
     """
-    parameters: set[str] = set()
+    parameters = set()
     for by_name in ranks:
         parameters.update(by_name.values())
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
@@ -286,7 +286,7 @@ def settings_fingerprint(model: ModelSection) -> str:
     statistics.
     """
     llm = llm_config(model_folder(model.llm.path))
-    settings: list[Any] = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
+    settings = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
     if model.vision is not None:
         vision = name = model.vision.name
         if not is_timm_name(name):
@@ -324,8 +324,8 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
     for record in records:
         failures += [f"rank {record['rank']}: {failure}" for failure in record["failures"]]
 
-    tensors: list[dict[str, Any]] = []
-    twins: dict[int, dict[str, Any]] = {}  # the first record of each pipeline rank
+    tensors = []
+    twins = {}  # the first record of each pipeline rank
     for record in records:
         twin = twins.setdefault(record["pipeline"], record)
         if record["trainable"] != twin["trainable"]:

@@ -56,9 +56,9 @@ def report_bad_step(
         is_bad = is_bad or not math.isfinite(loss_sum)
 
     bad_ranks = []
-    parameters: dict[str, None] = {}
-    all_losses: dict[tuple[int, int], tuple[float, int]] = {}
-    all_keys: dict[tuple[int, int], tuple[str, ...]] = {}
+    parameters = {}
+    all_losses = {}
+    all_keys = {}
     for rank, part in enumerate(all_gather_object((is_bad, bad_names, numbers, keys))):
         rank_is_bad, names, losses_of_rank, keys_of_rank = part
         if rank_is_bad:

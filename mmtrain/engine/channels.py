@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -136,17 +135,17 @@ class Encoded(NamedTuple):
     tiles: int
 
 
-@dataclass
 class _Ahead:
     """Micro-batches that are begun and not yet used, by their number in the step."""
 
-    batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
-    tiles: dict[int, int] = field(default_factory=dict)  # the chain
-    # ranks of the chain behind rank 0
-    grids: dict[int, list[list[int]]] = field(default_factory=dict)
-    # by this rank's slice, and not yet sent or used
-    made: dict[int, Tensor] = field(default_factory=dict)
-    received: dict[int, Tensor] = field(default_factory=dict)  # in an earlier step
+    def __init__(self) -> None:
+        self.batches: dict[int, PackedBatch] = {}  # rank 0
+        self.tiles: dict[int, int] = {}  # the chain
+        # ranks of the chain behind rank 0
+        self.grids: dict[int, Grids] = {}
+        # by this rank's slice, and not yet sent or used
+        self.made: dict[int, Tensor] = {}
+        self.received: dict[int, Tensor] = {}  # in an earlier step
 
     def after(self, microbatches: int) -> _Ahead:
         """Return what is left for the next step, numbered as that step does."""
@@ -220,7 +219,7 @@ class ChainLink:
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
         """Take a micro-batch that rank 0 has read; None: there is none."""
         tiles = NO_DATA
-        grids: Grids = ()
+        grids = ()
         if batch is not None:
             self._now.batches[microbatch] = batch
             tiles = 0 if batch.tiles is None else len(batch.tiles)

@@ -62,7 +62,7 @@ class FrozenPipelineEngine:
         bad_steps_file: Path | None = None,
         warms_up: bool | None = None,
     ) -> None:
-        stored: dict[str, torch.nn.Parameter] = {}
+        stored = {}
         for stage in stages.values():
             stored |= {name: p for name, p in stage.global_parameters() if p.requires_grad}
         self.weights = MasterWeights(stored, config.optimizer)

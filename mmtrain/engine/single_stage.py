@@ -17,7 +17,6 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.facts.models import Models
-from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
@@ -52,7 +51,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         input_ids[:, begin : min(begin + image_tokens, last + 1)] = IMAGE_POSITION
         labels[:, max(begin, last - supervised) : last] = 1
 
-    tilings: tuple[Tiling, ...] = ()
+    tilings = ()
     tiles = None
     if tiling is not None:
         tilings = (tiling,) * documents

@@ -86,6 +86,7 @@ class StepClock:
         heap grows by.
         """
         self._device = device
+        self._on_gpu = device.type == "cuda"
         self._before_weights = heap_bytes() - held_bytes
         self._peak_bytes = 0
         self._together = self._begun = self._now()
@@ -96,7 +97,7 @@ class StepClock:
 
     def _now(self) -> Any:
         """The time or, on CUDA, an event on the current stream."""
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -106,7 +107,7 @@ class StepClock:
         """Seconds between two marks; on CUDA the host waits until the device has reached the later
         one.
         """
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return later - earlier
         later.synchronize()
         return earlier.elapsed_time(later) / 1000
@@ -114,7 +115,7 @@ class StepClock:
     def begin(self) -> None:
         self._marks = []
         self._begun = self._now()
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_bytes = 0
 
@@ -122,19 +123,22 @@ class StepClock:
         """Begin an instruction, or (None) the wait for what was sent."""
         self._instruction = instruction
 
+    def _mark(self, work: Work) -> None:
+        self._marks.append((work, self._instruction, self._now()))
+
     def waited(self) -> None:
-        self._marks.append((Work.WAIT, self._instruction, self._now()))
+        self._mark(Work.WAIT)
 
     def fetched(self) -> None:
         if self._instruction is not None:
-            self._marks.append((Work.FETCH, self._instruction, self._now()))
+            self._mark(Work.FETCH)
 
     def done(self) -> None:
         """Note that the instruction is done, or waits for weights from now on."""
         if self._instruction is not None:
-            if self._device.type != "cuda":
+            if not self._on_gpu:
                 self._peak_bytes = max(self._peak_bytes, heap_bytes() - self._before_weights)
-            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._now()))
+            self._mark(WORK_OF[self._instruction.op])
 
     def read(self) -> RankSeconds:
         """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
@@ -144,7 +148,7 @@ class StepClock:
         for work, _, mark in self._marks:
             spent[work] += self._seconds(earlier, mark)
             earlier = mark
-        if self._device.type == "cuda":
+        if self._on_gpu:
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return RankSeconds(
             # `leave` adds the time since the last reduction

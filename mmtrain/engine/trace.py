@@ -143,7 +143,7 @@ def _event(interval: Interval, step: int, rank: RankPlan, shift: float) -> dict[
     end = round((interval.end + shift) * 1e6, 3)
     x = interval.instruction
     name = "sends"
-    about: dict[str, Any] = {"step": step}
+    about = {"step": step}
     if x is not None:
         name = x.op.replace("_", " ")
         about |= {"op": str(x.op)}

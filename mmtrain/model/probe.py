@@ -33,7 +33,7 @@ from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import check_family, encoder_config, llm_config
-from mmtrain.facts.model_files import Shape, model_folder
+from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape, vision_shape
 from mmtrain.facts.vision_files import is_timm_name
@@ -125,7 +125,7 @@ def probe_encoder(models: Models) -> None:
         math.isqrt(shape.features_per_image),  # of a cell, if it has some
         shape.merge > 1,
     )
-    source: Any = chosen.name
+    source = chosen.name
     if not is_timm_name(chosen.name):
         # its config.json counts, wherever the folder lies
         source = encoder_config(model_folder(chosen.name))
@@ -149,7 +149,7 @@ def _refuse_unlike_blocks(shape: VisionShape, fault: str) -> None:
     """Raise EncoderSliceError for an encoder with a block that is not made as one of the first,
     which are tried.
     """
-    blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
+    blocks = defaultdict(dict)
     for parameter in shape.parameters:
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape

@@ -243,7 +243,7 @@ def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> T
     """
     side = math.isqrt(projected.shape[1])
     width = projected.shape[2]
-    positions: list[Tensor] = []
+    positions = []
     images = projected.split([tiling.tiles for tiling in tilings])
     for tiles, tiling in zip(images, tilings, strict=True):
         shown = tiling.shown

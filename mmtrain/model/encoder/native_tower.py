@@ -81,7 +81,7 @@ class NativeTower(VisionTower):
     def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
         """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
         assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
-        groups: list[tuple[int, Grids]] = []
+        groups = []
         for grid in grids:
             count = grid[0] * grid[1]
             if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
@@ -117,7 +117,7 @@ class NativeTower(VisionTower):
             return [range(len(grids))]
         if self.images == "single":
             return [[number] for number in range(len(grids))]
-        equal: dict[tuple[int, ...], list[int]] = {}
+        equal = {}
         for number, grid in enumerate(grids):
             equal.setdefault(tuple(grid), []).append(number)
         return equal.values()
@@ -204,7 +204,7 @@ def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[s
             sizes, stem.num_grid_per_side, *how
         )
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
-    told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
+    told = {name: copied(table, device) for name, table in tables.items()}
     for name, border in borders.items():
         told[f"cu_{name}"] = copied(border, device) if is_flash else border
         told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())

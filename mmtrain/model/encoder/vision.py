@@ -348,7 +348,7 @@ def made_up_encoder(
     timm's encoders keep their widths, those of transformers become tiny.
     """
     architecture = name
-    options: dict[str, Any] = {}
+    options = {}
     if not is_timm_name(name):
         folder = model_folder(name)
         config_json = encoder_config(folder)

@@ -255,7 +255,7 @@ def packed_attention(
         raise TypeError(
             f"{name} passed on {type(attention_mask).__name__} instead of its documents"
         )
-    unknown: list[str] | str = []
+    unknown = []
     for option, argument in sorted(others.items()):
         if option not in _WITHOUT_EFFECT and argument is not None and argument is not False:
             unknown.append(option)
@@ -273,8 +273,11 @@ def packed_attention(
         extras.append("soft caps")
     if s_aux is not None:
         extras.append("sinks")
-    if use_flash(query, key, value, attention_mask, extras):
+    reason = _reason_against_flash(query, key, value, attention_mask, extras)
+    if reason is None:
+        note_backend(Backend("attention", "flash", None, slow=False))
         return attend_flash(query, key, value, attention_mask, scaling), None
+    note_backend(Backend("attention", "document", reason, slow=query.is_cuda))
     return attend_by_document(query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 
@@ -420,7 +423,7 @@ def attend_flash(
     # deepseek; the kernel wants one width, and added columns of zeros stay zeros
     if value_width < width:
         value = F.pad(value, (0, width - value_width))
-    options: dict[str, Any] = {}
+    options = {}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and _GROUPS_HEADS:
         options["enable_gqa"] = True
@@ -532,40 +535,6 @@ def describe_backends(
     return records, lines
 
 
-def use_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    extras: Sequence[str],
-) -> bool:
-    """Whether flash attention takes these tensors, and is right on this GPU; `extras` names what
-    else is asked for.
-
-    The first call for heads of one kind compares it with attention by document, which in a layer
-    that is recomputed would end in torch's CheckpointError. So a stage runs once when it is built
-    (`Stage.try_out`).
-    """
-    reason = _reason_against_flash(query, key, value, documents, extras)
-    width = query.shape[-1]
-    if reason is None and not flash_agrees(
-        query.shape[1] != key.shape[1],
-        width,
-        documents.window is not None,
-        query.dtype,
-        query.device,
-    ):
-        reason = (
-            f"flash attention of torch {torch.__version__} fails or is wrong on "
-            f"{_name(query.dtype)} heads of {width} on this GPU"
-        )
-    if reason is None:
-        note_backend(Backend("attention", "flash", None, slow=False))
-    else:
-        note_backend(Backend("attention", "document", reason, slow=query.is_cuda))
-    return reason is None
-
-
 def _reason_against_flash(
     query: Tensor,
     key: Tensor,
@@ -573,13 +542,21 @@ def _reason_against_flash(
     documents: Documents,
     extras: Sequence[str],
 ) -> str | None:
+    """Tell why flash attention does not take these tensors, or is wrong on this GPU; None if it is
+    right. `extras` names what else is asked for.
+
+    The first call for heads of one kind compares it with attention by document, which in a layer
+    that is recomputed would end in torch's CheckpointError. So a stage runs once when it is built
+    (`Stage.try_out`).
+    """
     width = query.shape[-1]
+    dtype = str(query.dtype).removeprefix("torch.")
     if not query.is_cuda:
         return "flash attention needs a GPU"
     if extras:
         return f"flash attention does not support {' or '.join(extras)}"
     if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"flash attention does not compute in {_name(query.dtype)}"
+        return f"flash attention does not compute in {dtype}"
     if width % 8 or width > WIDEST_FLASH_HEAD or value.shape[-1] > width:
         return (
             f"heads are {width} wide: flash attention takes multiples of 8 up to "
@@ -589,11 +566,14 @@ def _reason_against_flash(
         copies = sum(end - begin for _, begin, _, end in documents.runs)
         if copies > MAX_KEY_COPIES * key.shape[0] * key.shape[2]:
             return "supervised tokens are scattered"
+    grouped = query.shape[1] != key.shape[1]
+    windowed = documents.window is not None
+    if not flash_agrees(grouped, width, windowed, query.dtype, query.device):
+        return (
+            f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of "
+            f"{width} on this GPU"
+        )
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -614,7 +594,7 @@ def flash_agrees(
         window = 100
         borders[-1] += window
     runs = []
-    places: list[int] = []
+    places = []
     for begin, end in itertools.pairwise(borders):
         runs.append((0, begin, begin, end))
         places += sorted({begin, (begin + end) // 2, end - 1})

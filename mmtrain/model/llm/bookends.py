@@ -101,7 +101,7 @@ def absent_modules(
     Raises UserError for a family with parameters outside its decoder layers that more than one
     stage would need.
     """
-    absent: dict[nn.Module, nn.Module] = {}
+    absent = {}
     for i, layer in enumerate(decoder_layers(model)):
         if not first <= i < last:
             absent[layer] = Bookend(layer)

@@ -20,6 +20,9 @@ from mmtrain.base.devices import copied
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK
 
+# maps rows (C, D) to logits (C, V)
+LogitsOf = Callable[[Tensor], Tensor]
+
 
 class _SupervisedLossSum(torch.autograd.Function):
     """Loss sum of rows (S, D); forward makes the gradients of rows and of the head's trainable
@@ -31,7 +34,7 @@ class _SupervisedLossSum(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         labels: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
+        logits_of: LogitsOf,
         chunk: int,
         *parameters: Tensor,
     ) -> Tensor:
@@ -78,7 +81,7 @@ def supervised_places(labels: Tensor) -> Tensor:
 def supervised_loss_sum(
     rows: Tensor,
     targets: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: LogitsOf,
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> Tensor:
@@ -100,7 +103,7 @@ def supervised_loss_sum(
 def loss_sum_and_predictions(
     rows: Tensor,
     targets: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: LogitsOf,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in

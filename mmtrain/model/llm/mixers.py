@@ -41,8 +41,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a decoder layer that mix its tokens without attention, outermost ones
     alone.
     """
-    mixers: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    mixers = []
+    inside = set()
     for module in list(layer.modules())[1:]:
         stock = inspect.unwrap(type(module).forward)
         takes_cache = not _CACHES.isdisjoint(inspect.signature(stock).parameters)
@@ -74,7 +74,7 @@ class Sequences:
         begins[:, 1:] = positions.diff() != 1
         firsts = begins.flatten().nonzero().flatten()
         lengths = torch.cat([firsts, torch.tensor([positions.numel()])]).diff()
-        of_length: dict[int, list[int]] = defaultdict(list)
+        of_length = defaultdict(list)
         for begin, length in zip(firsts.tolist(), lengths.tolist(), strict=True):
             of_length[length].append(begin)
 

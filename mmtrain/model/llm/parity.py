@@ -64,7 +64,7 @@ class _Trial:
             self._rotary = torch.stack([times, documents // 5, documents % 5])
             self._positions = torch.cat([documents[None], self._rotary])
         self.slices: list[DecoderLayers] = []
-        embedded: list[Tensor] = []
+        embedded = []
         self._embedded = embedded
 
         def keep(*call: Any) -> Tensor:

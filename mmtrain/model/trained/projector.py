@@ -123,7 +123,7 @@ class Projector(nn.Module):
                 self._add(name, module)
 
     def _add(self, name: str, module: nn.Module) -> None:
-        owner: nn.Module = self
+        owner = self
         *outer, last = name.split(".")
         for part in outer:
             if not hasattr(owner, part):
@@ -251,7 +251,7 @@ def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dic
             f"{KEY}: {files.source} holds no {connectors.NEWLINE}; "
             "it is initialised at random, by run.seed"
         )
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for local, name in names.items():
         tensor = stored[name]
         if tensor.dtype not in STORED_DTYPES:

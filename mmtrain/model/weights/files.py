@@ -85,8 +85,8 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
 def _alone(content: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    tensors = {}
+    storages = set()
     for name, tensor in content.items():
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim
         # any size.

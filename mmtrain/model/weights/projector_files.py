@@ -126,7 +126,7 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
-    names: dict[str, str] = {}
+    names = {}
     for name in disk_names:
         local = _local_name(name)
         if local in names:

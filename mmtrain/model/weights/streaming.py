@@ -130,8 +130,8 @@ class StreamedLayers:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
         self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
-        self.before_wait: Callable[[], None] = lambda: None  # called around each wait for a fetch
-        self.after_wait: Callable[[], None] = lambda: None
+        self.before_wait: Wait = lambda: None  # called around each wait for a fetch
+        self.after_wait: Wait = lambda: None
         self._whole: list[int] = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
@@ -190,7 +190,7 @@ class StreamedLayers:
 
     def _use(self, number: int) -> None:
         """Make the layer whole; all before it have computed."""
-        pair: tuple[int, int | None] = number, None
+        pair = number, None
         if self._uses is not None:
             pair = next(self._uses, (-1, None))
             if pair[0] != number:  # ranks that fetch from each other would wait for ever

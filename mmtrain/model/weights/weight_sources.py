@@ -72,7 +72,7 @@ class HostSource(Source):
         # ranks of the group on this machine, the first of which fills the memory
         self._here: list[int] = []
         if self._group is not None:
-            machines: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
+            machines = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(machines, _machine(), group=self._group)
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
@@ -97,7 +97,7 @@ class HostSource(Source):
         if is_first:
             file = _memory_file(layer.bytes)
             kept = _filled(os.dup(file), layer)
-        owners: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size(self._group)
+        owners = [(0, 0)] * dist.get_world_size(self._group)
         dist.all_gather_object(owners, (os.getpid(), file), group=self._group)
         if not is_first:
             kept = _mapped(*owners[self._here[0]], layer.bytes)
