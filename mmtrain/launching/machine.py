@@ -20,6 +20,7 @@ from mmtrain.base.printing import bytes_text, counted, print_note
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
@@ -92,7 +93,7 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     """Tell whether the encoder can be sliced. Raises UserError unless it may stay whole."""
     try:
-        probe_encoder(config)
+        probe_encoder(models_of(config))
     except EncoderSliceError as error:
         if not may_stay_whole:
             raise
