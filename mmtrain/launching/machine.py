@@ -100,11 +100,9 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
-    needed = [
-        ("run.report_to", name, name)
-        for name in config.run.report_to
-        if with_trackers and name != "csv"
-    ]
+    needed = []
+    if with_trackers:
+        needed += [("run.report_to", name, name) for name in config.run.report_to]
     if config.model.llm.quantize is not None:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
