@@ -50,9 +50,9 @@ class RunSection(Section):
     """seed of every random choice: initial weights of projector and adapters, data order"""
     overwrite: Free[bool] = False
     """true: delete an existing run folder with this name and start over"""
-    report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
-    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are
-    optional extras of mmtrain, csv is a table. A tracker that fails never ends the run"""
+    report_to: Free[tuple[Literal["tensorboard", "wandb"], ...]] = ()
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, wandb]: optional extras of
+    mmtrain. A tracker that fails never ends the run"""
 
 
 class DataSetSection(Section):

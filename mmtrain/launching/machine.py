@@ -104,7 +104,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 def refuse_missing_libraries(model: ModelSection, trackers: Sequence[str] = ()) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
-    needed = [("run.report_to", name, name) for name in trackers if name != "csv"]
+    needed = [("run.report_to", name, name) for name in trackers]
     if model.llm.quantize is not None:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
