@@ -31,7 +31,8 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     expects.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
-    work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
+    work = workload(config.train, config.data, models.layout)
+    tiling = typical_tiling(config.data, models.layout)
     image_tokens = 0 if tiling is None else tiling.positions
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
