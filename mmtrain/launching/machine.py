@@ -87,7 +87,7 @@ def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """Return what ranks compute on, as calibrations name it."""
-    return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+    return gpu_device(gpus[0].name) if gpus else cpu_device(config.parallel, local_ranks)
 
 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
