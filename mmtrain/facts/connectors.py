@@ -452,7 +452,7 @@ def image_layout(config: RunConfig) -> ImageLayout:
                 "for the encoder's own merger, or a projector that joins 2 x 2, e.g. "
                 "shuffle_mlp2x_gelu"
             )
-        numbers |= {"factor": side, "is_lfm2": native.is_lfm2}
+        numbers |= {"factor": side, "is_capped": native.is_capped}
     positions = vision.features_per_image // factor**2
     made = layout(
         positions, size, **{key: value for key, value in numbers.items() if value is not None}

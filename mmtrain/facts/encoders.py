@@ -42,7 +42,7 @@ class NativeInput:
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     # its merger's last weight, from which the width of what it makes is read
     merged: str | None = None
-    is_lfm2: bool = False  # `Native.is_lfm2`, as its stock class's processor resizes
+    is_capped: bool = False  # `Native.is_capped`, as its stock class's processor resizes
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ _NAFLEX = replace(
     model="Siglip2VisionModel",
     positions=None,  # resized to each image's grid
     image_size=16,
-    native=NativeInput("dy dx c", "equal", is_lfm2=True),
+    native=NativeInput("dy dx c", "equal", is_capped=True),
 )
 _PIXTRAL = EncoderFamily(
     model="PixtralVisionModel",
