@@ -74,7 +74,7 @@ def export(
     if (
         format == "peft"
         and verify is not None
-        and (base or default_base(checkpoint.config)) == "llm"
+        and (base or default_base(checkpoint.models)) == "llm"
     ):
         raise UserError(
             "verify (--verify) runs a whole model, but these adapters are for the published LLM. "
@@ -104,7 +104,7 @@ def export(
         else:
             from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
-            chosen = base or default_base(checkpoint.config)
+            chosen = base or default_base(checkpoint.models)
             exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, show)
         if exported is not None and exported.unmarked:
             _log.info(exported.unmarked)

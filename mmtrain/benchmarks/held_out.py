@@ -21,7 +21,7 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.chat_template import as_prompted
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.training.held_out import HeldOut
 
 HELD_OUT = "held_out"  # the task's name
@@ -33,7 +33,7 @@ def write_questions(config: RunConfig, folder: Path) -> int:
     UserError for lost data.
     """
     make_demo_data(config)
-    layout, plain, longest = image_layout(config), config.data.template == "plain", 0
+    layout, plain, longest = models_of(config).layout, config.data.template == "plain", 0
     with (folder / QUESTIONS).open("w", encoding="utf-8") as file:
         for number, document in enumerate(HeldOut(PackedBatches(config, 0, 1)).documents):
             longest = max(longest, sum(label != IGNORE for label in document.labels))

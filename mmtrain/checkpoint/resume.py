@@ -36,8 +36,8 @@ from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.model_files import Shape, read_header
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
-from mmtrain.plan.planner import models_of
 
 _log = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path

@@ -31,6 +31,7 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import Models, models_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,6 +101,11 @@ class StepFolder:
         Raises UserError if this version does not know it.
         """
         return restore_config(self.state["config"], str(self.path / STATE))
+
+    @functools.cached_property
+    def models(self) -> Models:
+        """The models of the run that saved it."""
+        return models_of(self.config)
 
     @property
     def run(self) -> Path:

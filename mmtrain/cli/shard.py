@@ -76,7 +76,7 @@ from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.inspection.reading import parse_words
 from mmtrain.runtime.gpus import usable_cores
 from mmtrain.stock.pretrained import expand_pretrained
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> None:
         config = expand_pretrained(config)
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
-        count = TextCounter(config.model.llm.path, config.data.template, image_layout(config))
+        count = TextCounter(config.model.llm.path, config.data.template, models_of(config).layout)
     option = "--from" if options.json is None else "--json"
     named: list[Path] = []
     for path in options.paths:

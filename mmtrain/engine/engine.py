@@ -31,7 +31,7 @@ from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
-from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
@@ -127,7 +127,7 @@ class FrozenPipelineEngine:
             config.data.pack_length,
             first.language.hidden_size,
         )
-        self._integer_rows = 5 if has_grid_positions(config) else 2
+        self._integer_rows = 5 if models_of(config).has_grid_positions else 2
         self._dtype = first.dtype
         self._begin(None, trains=True)
 

@@ -15,11 +15,11 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.facts.models import Models, models_of
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
-from mmtrain.plan.costs import Models, typical_tiling, workload
-from mmtrain.plan.planner import models_of
+from mmtrain.plan.costs import typical_tiling, workload
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:

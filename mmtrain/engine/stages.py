@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.facts.connectors import connector, connector_parameters, has_newline
+from mmtrain.facts.connectors import connector, connector_parameters
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.weights.streaming import StreamedLayers
@@ -69,7 +70,9 @@ def without_init_from(config: RunConfig) -> RunConfig:
     """Return the configuration of a resumed run, which needs no file for a projector that trains as
     a whole.
     """
-    parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
+    parameters = connector_parameters(
+        connector(config.model.projector, 1, 2, models_of(config).layout_class.has_newlines)
+    )
     if not all(matches_any(parameter.name, config.model.trainable) for parameter in parameters):
         return config
     return config.changed({"model.projector.init_from": None})

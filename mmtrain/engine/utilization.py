@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import Device, find_calibration
 from mmtrain.plan.costs import Workload, minimal_flops
-from mmtrain.plan.planner import models_of
 
 if TYPE_CHECKING:
     from mmtrain.engine.statistics import StepResult

@@ -44,7 +44,7 @@ from mmtrain.data.samples.templates import (
     load_tokenizer,
     make_template,
 )
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -144,7 +144,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    layout = image_layout(config)
+    layout = models_of(config).layout
     # The processors of other layouts write the texts around <image> themselves.
     layout = (
         ONE_SQUARE

@@ -52,6 +52,7 @@ from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.families import canonical_name, llm_tensors
 from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
 from mmtrain.model.llm.tiny import tiny_model
@@ -109,10 +110,11 @@ def export_hf(
     if not merged:
         trained = {name: source for name, source in trained.items() if not is_llm_adapter(name)}
         about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
-    refuse_unfit_format("hf", checkpoint.path, config, about["trained"])
-    stock = class_of(config) or CausalClass(model_folder(config.model.llm.path))
+    models = checkpoint.models
+    refuse_unfit_format("hf", checkpoint.path, models, about["trained"])
+    stock = class_of(models) or CausalClass(models.llm_folder)
     _refuse_replaced_weights(checkpoint)
-    is_whole = whole_of(config) is not None
+    is_whole = whole_of(models) is not None
     if is_whole:
         tensors, content, shown = write_back(stock, config, trained, stored_as, folder)
         refuse_loading_faults(stock, content, tensors)
@@ -183,7 +185,8 @@ def _write_multimodal(
         for part in ("vision.", "llm.", PROJECTOR)
     )
     encoder_of = wrapped_timm_encoder if TIMM in stock.encoders else encoder_for_export
-    encoder = stock.adapt_encoder(config, encoder_of(config, merged_encoder(config, vision)))
+    models = models_of(config)
+    encoder = stock.adapt_encoder(models, encoder_of(config, merged_encoder(config, vision)))
     processor = write_processor(stock, config, encoder, folder)
     language = language_for_export(stock, llm, own, processor.rows_needed, dtype, config.model.lora)
     tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
@@ -196,7 +199,7 @@ def _write_multimodal(
         "model_type": stock.model_type,
         "dtype": dtype,
         **processor.token_keys,
-        **stock.config(config, encoder),
+        **stock.config(models, encoder),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": stock.text_config(language.config),
         "vision_config": {**encoder.config, "dtype": dtype},

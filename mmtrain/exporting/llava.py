@@ -29,7 +29,7 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import require_space
-from mmtrain.facts.connectors import NEWLINE, image_layout
+from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.families import llm_config
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.shapes import vision_shape
@@ -65,7 +65,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
     """
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about["trained"])
+    refuse_unfit_format("llava", checkpoint.path, checkpoint.models, about["trained"])
     names = {**NAMES[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
@@ -73,7 +73,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         projector[names[layer] + dot + part] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
-    config = json.dumps(_config(about, image_layout(checkpoint.config)), indent=2) + "\n"
+    config = json.dumps(_config(about, checkpoint.models.layout), indent=2) + "\n"
     require_space(folder, content.tell())
     (folder / FILE).write_bytes(content.getvalue())
     (folder / "config.json").write_text(config)

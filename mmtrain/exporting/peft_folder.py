@@ -65,9 +65,8 @@ def export_peft(
     """
     config, tensors = checkpoint.config, run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    refuse_unfit_format(
-        "peft" if base == "hf" else "peft --base llm", checkpoint.path, config, about["trained"]
-    )
+    name = "peft" if base == "hf" else "peft --base llm"
+    refuse_unfit_format(name, checkpoint.path, checkpoint.models, about["trained"])
     adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
     llm = model_folder(config.model.llm.path)
     exported = None

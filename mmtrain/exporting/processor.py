@@ -53,10 +53,9 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.families import OWN_CACHE, llm_config
-from mmtrain.facts.model_files import generation_config, model_folder, read_json
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.model_files import model_folder, optional_json, read_json
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -110,14 +109,15 @@ def write_processor(
     """
     path = config.model.llm.path
     source = load_tokenizer(path)
-    layout = image_layout(config)
+    models = models_of(config)
+    layout = models.layout
     template = make_template(config.data.template, source, layout, sys.maxsize)
     probe = template(Sample("probe", "probe", PROBE, (b"",), sizes=((1, 1),)))
     # the token that ends an answer in training
     end = [label for label in probe.labels if label != IGNORE][-1]
     tokenizer = _tokenizer_for_prompts(stock, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(layout.image_token)
-    llm = llm_shape(path)
+    llm = models.published_llm
     rows = llm.vocab_size
     token_keys = {stock.image_token_key: image_id}
     token_keys |= {
@@ -143,7 +143,7 @@ def write_processor(
     write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
+    settings = {"processor_class": stock.processor_name, **stock.processor(models, encoder)}
     write_json(folder / "processor_config.json", settings)
 
     generation = generation_settings(path, tokenizer, end)
@@ -247,7 +247,7 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
 def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
     """Return generation_config.json: greedy, ended as answers are."""
     folder = model_folder(path)
-    own = generation_config(folder)
+    own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     ends = [end, tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
@@ -265,7 +265,7 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
     """
     copy_files(model_folder(config.model.llm.path), folder)
     source = load_tokenizer(config.model.llm.path)
-    template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
+    template = make_template(config.data.template, source, models_of(config).layout, sys.maxsize)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False

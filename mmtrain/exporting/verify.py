@@ -38,7 +38,6 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.stage import Stage, build_stage
@@ -77,7 +76,7 @@ def compare_logits(
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
-    stock, layout = exported.stock, image_layout(checkpoint.config)
+    stock, layout = exported.stock, checkpoint.models.layout
     merged = stage if exported.adapters is None else stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)

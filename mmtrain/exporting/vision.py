@@ -43,10 +43,10 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.language import take_merged
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.encoders import FAMILIES, family_of
 from mmtrain.facts.families import encoder_config, encoder_tensors
 from mmtrain.facts.model_files import foreign_files, model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
@@ -144,7 +144,7 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     prefix_tokens = 0 if family.class_token is None else 1
     patch_size = square(settings["patch_size"], "patches", name)
     sizes = {"patch_size": patch_size}
-    image_size = image_layout(config).tile_size
+    image_size = models_of(config).layout.tile_size
     # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
     if family.native is None:
         sizes["image_size"] = image_size

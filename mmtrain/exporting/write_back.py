@@ -21,7 +21,6 @@ from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import TensorSource, stored
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import (
     canonical_name,
@@ -31,6 +30,7 @@ from mmtrain.facts.families import (
     llm_tensors,
 )
 from mmtrain.facts.model_files import foreign_files, model_folder, read_json
+from mmtrain.facts.models import models_of
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.files import tensor_places
@@ -106,7 +106,7 @@ def _processor(
     vision = config.model.vision
     if vision is None:
         return None
-    layout = image_layout(config)
+    layout = models_of(config).layout
     transform = image_transform(vision.name, config.data.image_fit, tile_size=layout.tile_size)
     file, settings = image_settings(folder)
     size = stock.own_image_settings(transform, layout)["size"]

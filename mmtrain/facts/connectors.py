@@ -11,22 +11,14 @@ have the names of the stock class.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
-from mmtrain.config.schema import RunConfig
-from mmtrain.facts.families import refuse_without_mrope
-from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, llm_shape, vision_shape
-from mmtrain.layouts.layout import ImageLayout, UnfitImage
-from mmtrain.layouts.native import Native
-from mmtrain.layouts.registry import LAYOUTS, TEXT_ALONE
-from mmtrain.layouts.square import Square
+from mmtrain.facts.shapes import ParameterShape
 
 _STOCK_SETTINGS = {
     "projector_hidden_act": "gelu",
@@ -290,58 +282,9 @@ def connector(
     return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
 
 
-def run_connector(config: RunConfig) -> tuple[Operation, ...]:
-    """Return the operations of a run's connector, with the widths of its encoder and its LLM."""
-    return connector_between(config, run_vision(config), llm_shape(config.model.llm.path))
-
-
-def connector_between(
-    config: RunConfig, vision: VisionShape, llm: LlmShape
-) -> tuple[Operation, ...]:
-    """Return the operations of a run's connector between models of these shapes."""
-    if has_grid_positions(config):
-        refuse_without_mrope(llm.model_type, config.model.llm.path)
-    norm_eps = llm.norm_eps or DEFAULT_NORM_EPS
-    width, deepstack = vision.merged_width or vision.width, len(vision.deepstack)
-    return connector(
-        config.model.projector, width, llm.hidden_size, has_newline(config), norm_eps, deepstack
-    )
-
-
-def run_vision(config: RunConfig) -> VisionShape:
-    """Return the shape of a run's encoder; one for images of any size has the cells that the
-    connector makes.
-    """
-    chosen = config.model.vision
-    deepstack = has_deepstack(config.model.projector)
-    shape = vision_shape(
-        chosen.name, chosen.select_layer, chosen.final_norm, chosen.merger, deepstack
-    )
-    if deepstack and (chosen.select_layer != -1 or not shape.deepstack):
-        needed = (
-            "model.vision.select_layer=-1"
-            if shape.deepstack
-            else "an encoder that has it, such as Qwen3-VL's"
-        )
-        raise UserError(
-            f"model.projector.type: {config.model.projector.type} has DeepStack, which "
-            f"needs {needed}."
-        )
-    return shape.with_cells(reduction(config.model.projector))
-
-
 def has_deepstack(section: ProjectorSection) -> bool:
     """Whether a connector takes the features of DeepStack's blocks."""
     return _has(connector(section, 1, 2, deepstack=1), (Branch,))
-
-
-def has_newline(config: RunConfig) -> bool:
-    return _layout_class(config).has_newlines
-
-
-def has_grid_positions(config: RunConfig) -> bool:
-    """Whether a run's LLM takes M-RoPE's grid positions."""
-    return _layout_class(config).has_grid_positions
 
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
@@ -399,78 +342,3 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
 
 def _has(operations: Sequence[Operation], kinds: tuple[type[Operation], ...]) -> bool:
     return any(isinstance(operation, kinds) for operation in operations)
-
-
-def image_layout(config: RunConfig) -> ImageLayout:
-    """Return the layout of a run's images; without an encoder they take no position.
-
-    Raises UserError for a factor that does not divide the encoder's grid, for pinpoints that are no
-    grid of tiles, and for a layout of squares where the encoder takes images of any size, or the
-    reverse.
-    """
-    model, layout = config.model, _layout_class(config)
-    if model.vision is None:
-        return layout(0)
-    vision = run_vision(config)
-    if layout.attends_across != (vision.family.native is not None):
-        raise UserError(
-            f"model.vision.layout: {layout.name}, but {model.vision.name} takes images "
-            + (
-                f"of one size, {vision.image_size} pixels a side. Set another layout, e.g. "
-                f"{Square.name}"
-                if layout.attends_across
-                else f"of any size. Set model.vision.layout={Native.name}, or qwen_vl, glm_v or "
-                "paddleocr_vl for M-RoPE"
-            )
-        )
-    factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
-    if vision.features_per_image % factor**2:
-        fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
-        raise UserError(
-            f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, "
-            f"{side} x {side} "
-            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}). Set "
-            f"{' or '.join(fitting or ['model.projector.type=mlp2x_gelu'])}"
-        )
-    size = vision.image_size
-    for height, width in model.vision.pinpoints or ():
-        if height % size or width % size or height * width > MAX_TILES * size**2:
-            raise UserError(
-                f"model.vision.pinpoints: [{height}, {width}] is no grid of up to {MAX_TILES} "
-                f"tiles of {size} x {size} "
-                f"pixels, as {model.vision.name} takes. "
-                f"Correct it, or leave pinpoints out for {layout.name}'s own."
-            )
-    numbers = {key: getattr(model.vision, key) for key in layout.keys}
-    if (native := vision.family.native) is not None:
-        if side % native.block:
-            raise UserError(
-                f"model.projector.factor: {model.vision.name} has its patches in blocks of "
-                f"{native.block} x "
-                f"{native.block}, but {model.projector.type} joins {factor} x {factor}. "
-                "Set model.vision.merger=true, "
-                "for the encoder's own merger, or a projector that joins 2 x 2, e.g. "
-                "shuffle_mlp2x_gelu"
-            )
-        numbers |= {"factor": side, "is_capped": native.is_capped}
-    positions = vision.features_per_image // factor**2
-    made = layout(
-        positions, size, **{key: value for key, value in numbers.items() if value is not None}
-    )
-    try:
-        for trial in made.trial_sizes if isinstance(made, Native) else ():
-            made.tiling(*trial)
-    except UnfitImage as error:
-        bound, lower = (
-            ("longest_edge", "")
-            if made.longest_edge
-            else ("max_positions", ", or lower min_positions")
-        )
-        small = f"{getattr(made, bound)} is too small for an image of {error}"
-        raise UserError(f"model.vision.{bound}: {small}. Raise it{lower}") from None
-    return made
-
-
-def _layout_class(config: RunConfig) -> type[ImageLayout]:
-    vision = config.model.vision
-    return TEXT_ALONE[config.data.images] if vision is None else LAYOUTS[vision.layout]

@@ -192,7 +192,7 @@ def remote_code(config_json: dict[str, Any]) -> str:
 
 
 def canonical_name(stock_name: str) -> str:
-    """Return the global name of a stock LLM's parameter (`model.layers.3.X` -> `llm.layers.3.X`)."""
+    """Return the global name of a stock causal LM's parameter."""
     if match := _LAYER.fullmatch(stock_name):
         return f"llm.layers.{match[1]}.{match[2]}"
     for pattern, name in ((_EMBEDDING, "embedding"), (_NORM, "norm"), (_HEAD, "head")):
@@ -355,7 +355,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
     Raises UserError where that lacks it.
     """
     content = model_config(folder)
-    if not holds_parts(content):
+    if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     text = content.get("text_config")
     if text is None and "hidden_size" in content:  # early files of Qwen-VL have no text_config
@@ -400,7 +400,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 
     Raises UserError if it has two LLMs.
     """
-    if not holds_parts(model_config(folder)):
+    if not holds_parts(folder):
         return dict(tensors)
 
     prefix = base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
@@ -432,7 +432,7 @@ def encoder_config(folder: Path) -> dict[str, Any]:
     content = model_config(folder)
     if (method := quantised_by(content)) is not None:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}). {DEQUANTISED}")
-    if not holds_encoder(content):
+    if not holds_encoder(folder):
         return content
     # Qwen2-VL's vision_config has no model_type
     vision = {"model_type": content["model_type"], **_part(content, "vision_config", folder)}
@@ -446,21 +446,21 @@ def encoder_config(folder: Path) -> dict[str, Any]:
 
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
-    if not holds_encoder(model_config(folder)):
+    if not holds_encoder(folder):
         return dict(tensors)
     prefix = _one_prefix(_ENCODER, tensors, folder)
     own = filter(lambda name: name.startswith(prefix), tensors)
     return {name.removeprefix(prefix): tensors[name] for name in own}
 
 
-def holds_parts(config_json: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a whole model's, whose LLM can be read."""
-    return config_json.get("model_type") in MULTIMODAL_MODELS
+def holds_parts(folder: Path) -> bool:
+    """Whether a folder holds a whole model whose LLM can be read."""
+    return model_config(folder).get("model_type") in MULTIMODAL_MODELS
 
 
-def holds_encoder(config_json: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a whole model's, whose encoder can be read, too."""
-    return holds_parts(config_json) and "vision_config" in config_json
+def holds_encoder(folder: Path) -> bool:
+    """Whether a folder holds a whole model whose encoder can be read."""
+    return holds_parts(folder) and "vision_config" in model_config(folder)
 
 
 def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:

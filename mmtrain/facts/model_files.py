@@ -80,7 +80,7 @@ def cached_snapshot(hub_id: str) -> Path | None:
 
 
 def find_model_folder(path: str) -> Path | None:
-    """Return the folder of a model given as a path, a cached hub id or `demo:llm`; None: no such."""
+    """Return the folder of a model: a path, a cached hub id or `demo:llm`; None: there is none."""
     if is_demo(path):
         return demo_model(path)
     folder = Path(path).expanduser()

@@ -15,8 +15,8 @@ from mmtrain.config.load import KEY_AND_VALUE, example_name, refuse_repeated_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.layout import ImageLayout
 
@@ -94,7 +94,7 @@ def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
         tokenizer=config.model.llm.path,
         template=data.template,
         form=form,
-        layout=image_layout(config),
+        layout=models_of(config).layout,
         pack_length=data.pack_length,
         max_tiles_per_pack=data.max_tiles_per_pack,
     )

@@ -13,8 +13,8 @@ from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
@@ -66,7 +66,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
             "on say nothing of others. Leave some shards out of data.shards, or set eval.fraction "
             "instead"
         )
-    template, llm, layout = config.data.template, config.model.llm.path, image_layout(config)
+    template, llm, layout = config.data.template, config.model.llm.path, models_of(config).layout
     folder = model_folder(llm)
     by_form = shards_by_form(found.values())
     texts = {

@@ -47,7 +47,7 @@ from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
-from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.facts.models import models_of
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import (
@@ -63,7 +63,6 @@ from mmtrain.model.probe import probe
 from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import cached_file, calibration_key
 from mmtrain.plan.plan import Plan, RankPlan, render
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
@@ -123,7 +122,7 @@ def train(config: RunConfig, options: Options) -> int:
                 config.model.llm.path,
                 plan.boundaries,
                 bool(plan.streaming),
-                mrope=has_grid_positions(config),
+                mrope=models_of(config).has_grid_positions,
             )
             failure = run_ranks(job)
         if is_first:
@@ -177,7 +176,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
                 config.model.llm.path,
                 plan.boundaries,
                 bool(plan.streaming),
-                mrope=has_grid_positions(config),
+                mrope=models_of(config).has_grid_positions,
             )
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)

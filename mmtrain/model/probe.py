@@ -32,10 +32,10 @@ from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import run_vision
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import check_family, encoder_config, llm_config
 from mmtrain.facts.model_files import Shape, model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import vision_shape
 from mmtrain.facts.vision_files import is_timm_name
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, python_child
@@ -121,7 +121,7 @@ def probe_encoder(config: RunConfig) -> None:
     if chosen is None:
         return
     _refuse_unlike_blocks(config)
-    dtype, shape = config.model.vision_dtype, run_vision(config)
+    dtype, shape = config.model.vision_dtype, models_of(config).published_vision
     # of a cell, if it has some
     factor, merges = math.isqrt(shape.features_per_image), shape.merge > 1
     # Of a folder its config.json counts, wherever it lies.
@@ -154,7 +154,7 @@ def _refuse_unlike_blocks(config: RunConfig) -> None:
     """
     chosen = config.model.vision
     blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
-    for parameter in run_vision(config).parameters:
+    for parameter in models_of(config).published_vision.parameters:
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
     kinds = [blocks[number] for number in sorted(blocks)]

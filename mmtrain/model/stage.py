@@ -32,8 +32,8 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import has_grid_positions, run_vision
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import Tiling
 from mmtrain.model.encoder.vision import load_vision
@@ -329,12 +329,12 @@ def build_stage(
         device=device,
         streamed=streamed if stage.streamed else None,
         streamed_numbers=stage.streamed,
-        mrope=has_grid_positions(config),
+        mrope=models_of(config).has_grid_positions,
     )
     add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     vision, projector, chosen = None, None, config.model.vision
-    shape = None if chosen is None else run_vision(config)
+    shape = None if chosen is None else models_of(config).published_vision
     # layers behind which it adds to all image tokens
     deepstack = 0 if shape is None else len(shape.deepstack)
     if (

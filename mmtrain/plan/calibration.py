@@ -30,8 +30,9 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import BITS
-from mmtrain.plan.costs import LayerCost, Models, RunCosts
+from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.optimizers import FP32
 from mmtrain.plan.simulate import MessageCost
 from mmtrain.runtime.gpus import threads_of_rank, usable_cores

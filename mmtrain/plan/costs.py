@@ -33,8 +33,9 @@ from mmtrain.facts.connectors import (
 )
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import WHOLE_LAST_LAYER
+from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
+from mmtrain.facts.shapes import ParameterShape, VisionShape, matches_any
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
@@ -119,36 +120,6 @@ def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
 
 
 # ---- what layers cost
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The shapes of everything a run holds."""
-
-    llm: LlmShape
-    vision: VisionShape
-    connector: tuple[Operation, ...]
-    layout: ImageLayout
-
-    @property
-    def first_layers(self) -> int:
-        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to
-        travel there.
-        """
-        return 1 + len(self.vision.deepstack)
-
-    @property
-    def projector(self) -> tuple[ParameterShape, ...]:
-        return tuple(connector_parameters(self.connector))
-
-    @property
-    def parameters(self) -> Iterator[ParameterShape]:
-        yield from self.vision.parameters
-        yield from self.projector
-        yield from self.llm.front
-        for layer in self.llm.decoder:
-            yield from layer
-        yield from self.llm.head
 
 
 @dataclass(frozen=True, slots=True)

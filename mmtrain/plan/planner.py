@@ -14,13 +14,12 @@ from dataclasses import replace
 
 from mmtrain.base.errors import MemoryLimitError
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.adapters import with_adapters
-from mmtrain.facts.connectors import connector_between, image_layout, run_vision
-from mmtrain.facts.shapes import NO_VISION, llm_shape, matches_any
+from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.costs import Models, expected_image, minimal_flops
+from mmtrain.plan.costs import expected_image, minimal_flops
 from mmtrain.plan.cuts import given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
@@ -43,21 +42,6 @@ STREAMING_GAIN = 0.005
 """Share of a step that streaming must save where it is left to the planner and all fits without."""
 
 
-def models_of(config: RunConfig) -> Models:
-    """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not
-    fit together.
-    """
-    assert config.model.pretrained is None, (
-        "`expand_pretrained` comes before: a plan reads explicit keys"
-    )
-    llm = llm_shape(config.model.llm.path)
-    vision, operations = NO_VISION, ()
-    if config.model.vision is not None:
-        vision = run_vision(config)
-        operations = connector_between(config, vision, llm)
-    return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
-
-
 def make_plan(
     config: RunConfig,
     device_memory_bytes: int | None = None,
@@ -70,7 +54,8 @@ def make_plan(
     machine's CPU); a calibration on it gives the costs. Raises UserError for a config that no plan
     can satisfy, MemoryLimitError, with what each rank needs, if none fits.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    limit = memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
     search, layout = _searched(config, costs)

@@ -12,11 +12,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, escape, first_few
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.adapters import is_adapter
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import matches_any
 from mmtrain.facts.tokenizer_files import refuse_missing_marks
 from mmtrain.facts.vision_files import check_preprocessing
 from mmtrain.layouts.layout import ImageLayout
-from mmtrain.plan.costs import Models, expected_image, typical_tiling
+from mmtrain.plan.costs import expected_image, typical_tiling
 from mmtrain.plan.cuts import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
@@ -49,9 +50,8 @@ def check_run(config: RunConfig, models: Models) -> None:
         _check_streaming,
     ):
         check(config, models)
-    check_export_format(
-        config, [p.name for p in models.parameters if matches_any(p.name, config.model.trainable)]
-    )
+    trained = [p.name for p in models.parameters if matches_any(p.name, config.model.trainable)]
+    check_export_format(config.export.format, models, trained)
     refuse_missing_marks(config)
 
 

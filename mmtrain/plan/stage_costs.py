@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import BITS, Quantisation
 from mmtrain.plan.calibration import (
     CPU,
@@ -28,7 +29,7 @@ from mmtrain.plan.calibration import (
     cpu_device,
     find_calibration,
 )
-from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.costs import LayerCost, RunCosts, run_costs
 from mmtrain.plan.instructions import ALIGNMENT, NO_WAITS, WHOLE_AT_ONCE, Waits, spread, waits_of
 from mmtrain.plan.simulate import Buffers, Instant, StageBytes, peak
 

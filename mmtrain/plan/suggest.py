@@ -26,11 +26,11 @@ from mmtrain.base.printing import bytes_text, table_lines, terminal_width
 from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig
+from mmtrain.facts.models import Models, models_of
 from mmtrain.facts.quantised import BITS
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import wrapped
-from mmtrain.plan.planner import make_plan, memory_limit, models_of
+from mmtrain.plan.planner import make_plan, memory_limit
 from mmtrain.plan.refusals import check_run
 from mmtrain.plan.search import Search, least_step_seconds
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
@@ -157,7 +157,8 @@ def suggest(
 
     Raises UserError for a number of devices that no layout can use, and where nothing fits.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    limit = memory_limit(config, device_memory_bytes)
     changes = candidates(config, len(models.llm.decoder), devices)
     check_run(config.changed(changes[0]), models)
     every = [_with_bound(config, x, models, limit, device) for x in changes]
@@ -313,7 +314,8 @@ def what_fits(
     The first leaves the LLM whole: it changes as little as fits, rather the ranks than the packs.
     The second quantises.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    limit = memory_limit(config, device_memory_bytes)
 
     def planned(changes: Changes) -> str:
         changes = BY_HAND | changes

@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmtrain.config.limits import MAX_TILES
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import reduction
+from mmtrain.facts.models import Models
 from mmtrain.facts.settings import is_whole
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import Square
@@ -33,26 +32,26 @@ class AyaVision(StockClass):
     layouts = (Square.name, Tiles.name)
     image_processor = "GotOcr2ImageProcessor"
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        width = run.model.projector.width
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        width = models.section.projector.width
         return {
-            "downsample_factor": reduction(run.model.projector),
+            "downsample_factor": models.factor,
             **({} if width is None else {"alignment_intermediate_size": width}),
             "adapter_layer_norm_eps": 1e-6,
             "vision_feature_layer": encoder.feature_layer,
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         no_texts = dict.fromkeys((*_AROUND, "img_line_break_token", *Tiles.token_settings), "")
         return {
             "image_token": IMAGE_MARK,
             "img_patch_token": IMAGE_MARK,
             "patch_size": encoder.patch_size,
-            "downsample_factor": reduction(run.model.projector),
+            "downsample_factor": models.factor,
             "img_size": encoder.image_size,
             **no_texts,
-            **(Tiles.token_settings if run.model.vision.layout == Tiles.name else {}),
+            **(Tiles.token_settings if models.section.vision.layout == Tiles.name else {}),
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
@@ -75,10 +74,10 @@ class HyperCLOVAXVisionV2(StockClass):
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "logits_scaling": 1.0}
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {}
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
@@ -207,11 +206,11 @@ class Exaone45(HyperCLOVAXVisionV2):
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return language
 
-    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+    def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         kept = {
             name: source
             for name, source in encoder.tensors.items()
             if not name.startswith("merger.")
         }
-        width = llm_shape(run.model.llm.path).hidden_size
+        width = models.published_llm.hidden_size
         return replace(encoder, tensors=kept, config={**encoder.config, "out_hidden_size": width})

@@ -8,8 +8,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import image_layout, reduction
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts import idefics3
@@ -66,7 +65,7 @@ class Idefics3(StockClass):
             )
         return super().unfit_encoder(name, vision)
 
-    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+    def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         settings = {
             key: value
             for key, value in encoder.config.items()
@@ -76,11 +75,11 @@ class Idefics3(StockClass):
         kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
         return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"scale_factor": reduction(run.model.projector)}
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"scale_factor": models.factor}
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"image_seq_len": image_layout(run).positions_per_tile}
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"image_seq_len": models.layout.positions_per_tile}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         return {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import image_layout, reduction
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import vision_shape
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
@@ -33,13 +32,13 @@ class InternVL(StockClass):
     image_processor = "GotOcr2ImageProcessor"
     video_processor = "InternVLVideoProcessor"
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         # -1 is behind the last norm, which some InternViTs have; hidden states before it are
         # counted from 0
         layers = encoder.config["num_hidden_layers"]
         return {
-            "image_seq_length": image_layout(run).positions_per_tile,
-            "downsample_ratio": 1 / reduction(run.model.projector),
+            "image_seq_length": models.layout.positions_per_tile,
+            "downsample_ratio": 1 / models.factor,
             "projector_hidden_act": "gelu",
             "vision_feature_layer": layers
             if encoder.feature_layer == -1
@@ -47,8 +46,8 @@ class InternVL(StockClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"image_seq_length": image_layout(run).positions_per_tile}
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"image_seq_length": models.layout.positions_per_tile}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}

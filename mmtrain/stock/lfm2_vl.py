@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import reduction
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
@@ -53,17 +52,17 @@ class Lfm2Vl(StockClass):
     has_pillow = False
     adds_special_tokens = False
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        factor = reduction(run.model.projector)
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        factor = models.factor
         return {
             "downsample_factor": factor,
             "projector_use_layernorm": factor > 1,
-            "projector_hidden_size": llm_shape(run.model.llm.path).hidden_size,
+            "projector_hidden_size": models.published_llm.hidden_size,
             "projector_hidden_act": "gelu",
             "projector_bias": True,
         }
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
@@ -31,9 +30,9 @@ class LlavaNext(StockClass):
     not_encoders = (INTERN_VIT,)
     image_processor = "LlavaNextImageProcessor"
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        grids = image_layout(run).image_settings
-        return {**super().config(run, encoder), **grids, "use_image_newline_parameter": True}
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        grids = models.layout.image_settings
+        return {**super().config(models, encoder), **grids, "use_image_newline_parameter": True}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         """Nothing is left to crop; crop_size is what transformers 4 reads the tile's size from."""
@@ -77,14 +76,14 @@ class LlavaOnevision(LlavaNext):
     video_token = "<|video|>"
     video_token_key = "video_token_index"
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {**super().config(run, encoder), "vision_aspect_ratio": AnyresMax9.name}
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {**super().config(models, encoder), "vision_aspect_ratio": AnyresMax9.name}
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
             "image_token": IMAGE_MARK,
             "video_token": self.video_token,
-            "num_image_tokens": image_layout(run).positions_per_tile + encoder.prefix_tokens,
+            "num_image_tokens": models.layout.positions_per_tile + encoder.prefix_tokens,
             "vision_feature_select_strategy": encoder.select_strategy,
             "vision_aspect_ratio": AnyresMax9.name,
         }

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import MROPE_MODELS
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
@@ -80,11 +80,11 @@ class Qwen2VL(HyperCLOVAXVisionV2):
     def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
-    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+    def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         kept = {
             name: source for name, source in encoder.tensors.items() if not name.startswith(_BESIDE)
         }
-        width = {self.width_key: llm_shape(run.model.llm.path).hidden_size}
+        width = {self.width_key: models.published_llm.hidden_size}
         return replace(encoder, tensors=kept, config={**encoder.config, **width})
 
 
@@ -166,7 +166,7 @@ class PaddleOCRVL(Qwen2VL):
     block = 1
     patches = "c dy dx"
 
-    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+    def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder
 
     def inputs(

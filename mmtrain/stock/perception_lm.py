@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import reduction
 from mmtrain.facts.encoders import TIMM
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts.layout import ImageLayout, Tiling
@@ -56,14 +55,14 @@ class PerceptionLM(StockClass):
             )
         return super().unfit_encoder(name, vision)
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
             "vision_use_cls_token": bool(encoder.prefix_tokens),
-            "projector_pooling_ratio": reduction(run.model.projector),
+            "projector_pooling_ratio": models.factor,
         }
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"patch_size": encoder.patch_size, "pooling_ratio": reduction(run.model.projector)}
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"patch_size": encoder.patch_size, "pooling_ratio": models.factor}
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
         return {

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.config.limits import MAX_GRID_SIDE
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import reduction
+from mmtrain.facts.models import Models
 from mmtrain.facts.settings import is_whole
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
@@ -39,13 +38,13 @@ class LlavaPixtral(StockClass):
     image_processor = "PixtralImageProcessor"
     processor_name = "PixtralProcessor"
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
             "image_token": IMAGE_MARK,
             "image_break_token": "",
             "image_end_token": "",
             "patch_size": encoder.patch_size,
-            "spatial_merge_size": reduction(run.model.projector),
+            "spatial_merge_size": models.factor,
         }
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
@@ -106,9 +105,9 @@ class Mistral3(LlavaPixtral):
     factors = (2, 3, 4)
     layer_defaults: ClassVar = (-1, "full")
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
-            "spatial_merge_size": reduction(run.model.projector),
+            "spatial_merge_size": models.factor,
             "projector_hidden_act": "gelu",
             "multimodal_projector_bias": False,
             "vision_feature_layer": encoder.feature_layer,
@@ -144,13 +143,13 @@ class LightOnOcr(Mistral3):
             else f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
         )
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
-        return {"spatial_merge_size": reduction(run.model.projector)}
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"spatial_merge_size": models.factor}
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {
             "patch_size": encoder.patch_size,
-            "spatial_merge_size": reduction(run.model.projector),
+            "spatial_merge_size": models.factor,
         }
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

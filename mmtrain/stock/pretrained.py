@@ -15,6 +15,7 @@ import logging
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.models import models_of
 from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
 from mmtrain.stock.stock_folder import BOUNDS, BY_PARTS, PARTS, StockFolder, shown
 
@@ -77,7 +78,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
                     "model.llm.dtype=float32 keeps it"
                 )
         config = config.changed({**keys, "model.pretrained": None})
-        exporter_for(config)
+        exporter_for(models_of(config))
     except UserError as error:
         raise UserError(f"model.pretrained: {path}: {error}") from None
     return config

@@ -1,7 +1,7 @@
 """A stock class of transformers: which runs it computes, what its folder holds, what such a folder
 says.
 
-planner:  config, VisionShape --needs--> what a run would have to change, or nothing
+planner:  Models --needs--> what a run would have to change, or nothing
 export:   run, ExportedEncoder --config, processor, image_settings, names--> the files of a folder
           tiles of a sample's images --inputs--> what the stock model takes for them
 init:     StockFolder --read--> keys of model.vision, model.projector and data.image_fit
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import NEWLINE, image_layout, reduction
+from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape, llm_shape
 from mmtrain.facts.timm_models import form_of
 from mmtrain.layouts.layout import ImageLayout, Tiling
@@ -200,9 +200,9 @@ class StockClass(ExportedClass):
     def model_class(self) -> type[PreTrainedModel]:  # type: ignore[override]
         return _stock(self.class_name)
 
-    def needs(self, config: RunConfig, shape: VisionShape) -> Iterator[str]:
+    def needs(self, models: Models) -> Iterator[str]:
         """Yield what a run with one of its connectors would have to change, and why."""
-        vision, factor = config.model.vision, reduction(config.model.projector)
+        vision, factor = models.section.vision, models.factor
         layout = LAYOUTS[vision.layout if vision.layout in self.layouts else self.layouts[0]]
         if vision.final_norm != self.final_norm:
             where = "after" if self.final_norm else "before"
@@ -214,10 +214,9 @@ class StockClass(ExportedClass):
         if vision.layout not in self.layouts:
             yield f"model.vision.layout={' or '.join(self.layouts)} (as its processor writes)"
         fits = ("null",) if layout.is_sized else self.fits
-        if (config.data.image_fit or "null") not in fits:
+        if (models.image_fit or "null") not in fits:
             yield (
-                f"data.image_fit={' or '.join(fits)} (its processor cannot do "
-                f"{config.data.image_fit})"
+                f"data.image_fit={' or '.join(fits)} (its processor cannot do {models.image_fit})"
             )
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
@@ -233,9 +232,9 @@ class StockClass(ExportedClass):
                 else "=null (its processor bounds image tokens)"
             )
             yield f"model.vision.longest_edge{bounds}"
-        if unfit := self.unfit_encoder(vision.name, shape):
+        if unfit := self.unfit_encoder(vision.name, models.published_vision):
             yield f"another model.vision.name ({unfit})"
-        if needed := self.unfit_llm(config.model.llm.path):
+        if needed := self.unfit_llm(models.section.llm.path):
             yield needed
 
     def unfit_llm(self, path: str) -> str:
@@ -290,23 +289,23 @@ class StockClass(ExportedClass):
         """Return `text_config`, of the LLM's own configuration."""
         return language
 
-    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+    def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         """Return the encoder in the class's own names and settings; raises UserError for one it
         does not take.
         """
         return encoder
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         """Return the class's own keys of config.json."""
         return {
-            "image_seq_length": image_layout(run).positions_per_tile,
+            "image_seq_length": models.layout.positions_per_tile,
             "projector_hidden_act": "gelu",
             "multimodal_projector_bias": True,
             "vision_feature_layer": encoder.feature_layer,
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         """Return the class's own keys of processor_config.json."""
         return {
             "image_token": IMAGE_MARK,

@@ -29,6 +29,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.launch import main as launch
 from mmtrain.plan.calibration import (
     Calibration,
@@ -39,7 +40,7 @@ from mmtrain.plan.calibration import (
 )
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import
 
 from mmtrain import load_config
 from mmtrain.base.errors import UserError
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import UnfitImage
 from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.layouts.native import THINNEST, Native
@@ -187,7 +187,7 @@ def test_bounds_that_ordinary_images_exceed_are_refused_when_planned(override):
     with pytest.raises(
         UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"
     ):
-        image_layout(config)
+        _ = models_of(config).layout
 
 
 def test_numbers_tell_layouts_apart_that_give_an_image_other_positions():

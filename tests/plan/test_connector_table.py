@@ -7,8 +7,8 @@ import pytest
 
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.costs import Models, minimal_flops, workload
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import stage_costs
 

@@ -23,10 +23,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -32,11 +32,12 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.runtime.rank import Rank
 

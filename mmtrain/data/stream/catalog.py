@@ -48,8 +48,8 @@ from mmtrain.data.shards.index import MAKE, Faults, Member, ShardIndex, checksum
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
@@ -337,7 +337,7 @@ def load_catalog(
     """
     data = config.data
     llm = config.model.llm.path
-    layout = image_layout(config)
+    layout = models_of(config).layout
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
         ensure_indexes(shards, llm, data.template, layout, form, workers=1)

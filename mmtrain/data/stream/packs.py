@@ -26,7 +26,7 @@ from mmtrain.data.shards.index import MEND
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
@@ -103,7 +103,7 @@ class Processor:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
         vision = config.model.vision
         self.config = config
-        self.layout = image_layout(config)
+        self.layout = models_of(config).layout
         self.tokenizer = load_tokenizer(config.model.llm.path)
         self.template = make_template(
             config.data.template,

@@ -23,6 +23,7 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
+from mmtrain.facts.models import models_of
 from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_places
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.model.weights.projector_files import (
@@ -190,7 +191,7 @@ def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Pro
 
 def starting_projector(config: RunConfig) -> Projector:
     """The projector that a run begins with: from `init_from`, and drawn where that has nothing."""
-    operations, init_from = connectors.run_connector(config), config.model.projector.init_from
+    operations, init_from = models_of(config).connector, config.model.projector.init_from
     projector = make_projector(operations, config.run.seed)
     if init_from is not None:
         projector.load_state_dict(
@@ -216,9 +217,11 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
     init_from = section.init_from
     # Names are known without the models' files, but for how many blocks DeepStack takes.
     if connectors.has_deepstack(section):
-        operations = connectors.run_connector(config)
+        operations = models_of(config).connector
     else:
-        operations = connectors.connector(section, 1, 2, connectors.has_newline(config))
+        operations = connectors.connector(
+            section, 1, 2, models_of(config).layout_class.has_newlines
+        )
     untrained = {
         parameter.name for parameter in connectors.connector_parameters(operations)
     } - trained.keys()

@@ -38,7 +38,6 @@ from mmtrain.facts.connectors import (
     connector,
     connector_parameters,
     refuse_other_settings,
-    run_connector,
 )
 from mmtrain.facts.model_files import (
     Shape,
@@ -47,6 +46,7 @@ from mmtrain.facts.model_files import (
     read_json,
     tensor_shapes,
 )
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
     if files.shapes:
         names = local_names(files.shapes, files.source)
         shapes = {local: as_matrix(files.shapes[name]) for local, name in names.items()}
-        refuse_unfit(shapes, run_connector(config), files.source)
+        refuse_unfit(shapes, models_of(config).connector, files.source)
 
 
 def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
@@ -244,7 +244,7 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     init_from = checkpoint.config.model.projector.init_from
     if init_from is not None:
         find_projector(init_from, later | {folder})
-    shapes = {p.name: p.shape for p in connector_parameters(run_connector(checkpoint.config))}
+    shapes = {p.name: p.shape for p in connector_parameters(models_of(checkpoint.config).connector)}
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
