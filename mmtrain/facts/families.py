@@ -270,6 +270,8 @@ def _fused(
         rows *= 2
     experts = max(int(number) + 1, parameters.get(name, (0,))[0])
     return name, (experts, rows, columns)
+
+
 # Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as
 # text_config has it.
 MULTIMODAL_MODELS = {

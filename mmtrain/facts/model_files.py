@@ -185,9 +185,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
             stored |= read_header(file, are_weights=True)
         for name, file_name in weight_map.items():
             if name not in stored:
-                raise UserError(
-                    f"{folder}: {index.name} names {name}, which is not in {file_name}"
-                )
+                raise UserError(f"{folder}: {index.name} names {name}, which is not in {file_name}")
         return {name: stored[name] for name in weight_map}
 
     single = folder / "model.safetensors"

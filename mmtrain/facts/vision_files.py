@@ -120,9 +120,7 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
     return EncoderSettings(family, side, heads, blocks, window, full, deepstack)
 
 
-def _block_numbers(
-    settings: dict[str, Any], key: str, blocks: int, source: str
-) -> tuple[int, ...]:
+def _block_numbers(settings: dict[str, Any], key: str, blocks: int, source: str) -> tuple[int, ...]:
     numbers = settings.get(key)
     if numbers is None:
         return _BLOCK_NUMBERS[key]
