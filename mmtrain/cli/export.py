@@ -32,11 +32,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.api.export import DifferentError, Dtype, Format, export
+from mmtrain.api.export import DifferentError, Dtype, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
+from mmtrain.config.schema import ExportFormat
 from mmtrain.facts.hub import make_repository, push
 from mmtrain.runtime.child import leave_out_gpu_kernels
 from mmtrain.stock.exporters import Base
@@ -105,7 +106,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="RUN",
         help="the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint",
     )
-    parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
+    parser.add_argument("--format", choices=get_args(ExportFormat), required=True, help="see above")
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to make; must not exist, or be empty"
     )

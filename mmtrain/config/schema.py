@@ -37,6 +37,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
+ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
 SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
 
 
@@ -49,9 +50,9 @@ class RunSection(Section):
     """seed of every random choice: initial weights of projector and adapters, data order"""
     overwrite: Free[bool] = False
     """true: delete an existing run folder with this name and start over"""
-    report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
-    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are
-    optional extras of mmtrain, csv is a table. A tracker that fails never ends the run"""
+    report_to: Free[tuple[Literal["tensorboard", "wandb"], ...]] = ()
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, wandb]: optional extras of
+    mmtrain. A tracker that fails never ends the run"""
 
 
 class DataSetSection(Section):
@@ -289,7 +290,7 @@ class CheckpointSection(Section):
 
 
 class ExportSection(Section):
-    format: Free[Literal["safetensors", "llava", "hf", "peft"] | None] = None
+    format: Free[ExportFormat | None] = None
     """format in which you will export the run with `mmtrain export`; the plan refuses a format that
     the run cannot have. null: checked at export"""
 

@@ -20,6 +20,7 @@ from mmtrain.base.printing import bytes_text, counted, print_note
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
@@ -86,13 +87,13 @@ def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """Return what ranks compute on, as calibrations name it."""
-    return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+    return gpu_device(gpus[0].name) if gpus else cpu_device(config.parallel, local_ranks)
 
 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     """Tell whether the encoder can be sliced. Raises UserError unless it may stay whole."""
     try:
-        probe_encoder(config)
+        probe_encoder(models_of(config))
     except EncoderSliceError as error:
         if not may_stay_whole:
             raise
@@ -103,7 +104,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 
 def refuse_missing_libraries(model: ModelSection, trackers: Sequence[str] = ()) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
-    needed = [("run.report_to", name, name) for name in trackers if name != "csv"]
+    needed = [("run.report_to", name, name) for name in trackers]
     if model.llm.quantize is not None:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
