@@ -62,6 +62,9 @@ class Validator:
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
+        full = self.samples_per_shard
+        if self.shard_bytes is not None:
+            full = self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
         number = filled = text_rejections = 0
         candidates = []
         rejected = []
@@ -85,7 +88,7 @@ class Validator:
             candidate = Candidate(record, key, named.content, named.images, holds_images)
             size = self._size(candidate, adapted.images)
 
-            if candidates and filled + size > self._full:
+            if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number += 1
                 filled = 0
@@ -104,12 +107,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    @property
-    def _full(self) -> int:
-        if self.shard_bytes is None:
-            return self.samples_per_shard
-        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
 
     def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
         """Return what a candidate adds to its shard, in the limit's unit."""
