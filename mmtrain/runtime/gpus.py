@@ -190,7 +190,12 @@ def _gpu(torch: Any, index: int) -> Gpu:
     free = _free_by_nvml(str(getattr(properties, "uuid", "")))
     if free is None:
         free = torch.cuda.mem_get_info(index)[0]
-    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        free,
+        (properties.major, properties.minor),
+    )
 
 
 def _free_by_nvml(uuid: str) -> int | None:

@@ -76,7 +76,14 @@ class Validator:
                 identifier = value.get("id") if isinstance(value, dict) else None
                 if not isinstance(identifier, str | int):
                     identifier = None
-                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
+                rejected.append(
+                    BadRecord(
+                        record,
+                        identifier,
+                        error.reason,
+                        error.detail,
+                    )
+                )
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
@@ -85,7 +92,13 @@ class Validator:
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
-            candidate = Candidate(record, key, named.content, named.images, holds_images)
+            candidate = Candidate(
+                record,
+                key,
+                named.content,
+                named.images,
+                holds_images,
+            )
             size = self._size(candidate, adapted.images)
 
             if candidates and filled + size > full:
