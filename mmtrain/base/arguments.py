@@ -23,7 +23,7 @@ def command_parser(
 
     `ending`: keywords of `base.printing.run_command`, kept in the options for it.
     """
-    rows = (f"  {code:<5}{text}" for code, text in sorted((EXITS | dict(exits or {})).items()))
+    rows = (f"  {code:<5}{text}" for code, text in sorted({**EXITS, **(exits or {})}.items()))
     parser = argparse.ArgumentParser(
         prog=f"mmtrain {command}",
         description=description,

@@ -111,14 +111,14 @@ def table_lines(
             if place < len(row):
                 lines += row[place].plain.split("\n")
         longest = max(map(len, lines))
+        justify = "left"
+        room = min(longest, 4)
         if is_number:
-            needed += longest + gap
-            alignment = {"justify": "right", "no_wrap": True}
-        else:
-            needed += min(longest, 4) + gap
-            alignment = {}
+            justify = "right"
+            room = longest
+        needed += room + gap
         title = Text(name + "\n" * (height - name.count("\n")))
-        table.add_column(title, overflow="fold", **alignment)
+        table.add_column(title, overflow="fold", justify=justify, no_wrap=is_number)
     for row in rows:
         table.add_row(*row)
 
