@@ -56,8 +56,8 @@ def _curve(records: Sequence[dict[str, Any]], colour: str, scale: Sequence[dict[
     # what is not finite has no loss
     most = max(record["loss"] or 0.0 for record in scale) or 1.0
     last = max(scale[-1]["step"], 1)
-    points = ""
+    points = []
     for record in (*known[:: len(known) // POINTS + 1], *known[-1:]):
         height = HEIGHT * (1 - min(record["loss"] / most, 1))
-        points += f"{WIDTH * record['step'] / last:.1f},{height:.1f} "
-    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        points.append(f"{WIDTH * record['step'] / last:.1f},{height:.1f}")
+    return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>'

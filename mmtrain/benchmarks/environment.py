@@ -30,18 +30,18 @@ PINS = Path(__file__).with_name("lmms_eval_constraints.txt")
 
 
 def lmms_python() -> Path:
-    """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError
-    where pip fails.
+    """Return the interpreter of lmms-eval's environment, made once, in the cache.
+
+    Raises UserError where pip fails.
     """
-    here = [
-        *site.getsitepackages(),
-        *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []),
-    ]
-    key = hashlib.sha256(
-        repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()
-    ).hexdigest()[:20]
+    here = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        here.append(site.getusersitepackages())
+    of_all = repr((LMMS_EVAL, PINS.read_text(), sys.version, here))
+    key = hashlib.sha256(of_all.encode()).hexdigest()[:20]
     folder = cache_folder("lmms-eval") / key
-    python, complete = folder / "bin" / "python", folder / "complete"
+    python = folder / "bin" / "python"
+    complete = folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{key}.lock"), wait=True):
         if not complete.exists():

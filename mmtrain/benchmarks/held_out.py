@@ -29,8 +29,9 @@ QUESTIONS = "questions.jsonl"
 
 
 def write_questions(config: RunConfig, folder: Path) -> int:
-    """Write the questions into `folder`; return how many tokens an answer may have. Raises
-    UserError for lost data.
+    """Write the questions into `folder`; return the most tokens that an answer has.
+
+    Raises UserError for lost data.
     """
     make_demo_data(config)
     layout, plain, longest = models_of(config).layout, config.data.template == "plain", 0

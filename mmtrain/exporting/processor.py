@@ -19,10 +19,9 @@ the backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from tokenizers import processors
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    BatchFeature,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -54,7 +54,7 @@ from mmtrain.exporting.chat_template import (
     exported_chat_template,
     load_template,
 )
-from mmtrain.exporting.published_files import copy_files, write_json
+from mmtrain.exporting.published_files import Json, copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
 from mmtrain.facts.model_files import generation_config, read_json
@@ -74,15 +74,8 @@ CONVERSATIONS: tuple[Turns, ...] = (
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-TEXTS: tuple[Turns, ...] = (
-    (("human", "What is this?"), ("gpt", "A red circle.")),
-    (
-        ("human", "What is this?"),
-        ("gpt", "A red circle."),
-        ("human", "And that?"),
-        ("gpt", "No\n1. é"),
-    ),
-)
+QUESTION: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
+TEXTS = (QUESTION, (*QUESTION, ("human", "And that?"), ("gpt", "No\n1. é")))
 # (width, height) of pictures, in sides of a tile
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
@@ -250,9 +243,7 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     write_json(file, settings)
 
 
-def _generation_settings(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, end: int
-) -> dict[str, Any]:
+def _generation_settings(folder: Path, tokenizer: PreTrainedTokenizerBase, end: int) -> Json:
     """Return generation_config.json: greedy, ended as answers are."""
     own = generation_config(folder)
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
@@ -287,7 +278,7 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
                 f"was trained on {list(document.input_ids[:40])}. "
                 "Use --format safetensors, which exports no tokenizer"
             )
-    end = _end_of_answers(template, TEXTS[0])
+    end = _end_of_answers(template, QUESTION)
     generation = _generation_settings(models.llm_folder, tokenizer, end)
     write_json(folder / "generation_config.json", generation)
 
@@ -362,7 +353,7 @@ def _fault(
 
 
 def _tensor_fault(
-    inputs: Mapping[str, torch.Tensor], needed: Mapping[str, torch.Tensor], tolerance: float
+    inputs: BatchFeature, needed: dict[str, torch.Tensor], tolerance: float
 ) -> str | None:
     """Say which input differs by more than `tolerance`, or in shape; None: none."""
     for name, tensor in needed.items():

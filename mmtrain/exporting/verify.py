@@ -158,9 +158,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 def whole_model(checkpoint: StepFolder) -> Stage:
     """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
-    in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
-    # `run_tensors` has all of it
-    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})
+    config = checkpoint.config.changed(
+        {
+            "model.llm.dtype": "float32",
+            "model.vision.dtype": "float32",
+            "model.projector.init_from": None,  # `run_tensors` has all of it
+        }
+    )
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())
