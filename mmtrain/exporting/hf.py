@@ -274,7 +274,7 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
     # a tied one is the embedding where one stage has both
     seen.setdefault(HEAD, trained_with.get(HEAD, ""))
     odd = next((name for name, was in trained_with.items() if seen.get(name) != was), None)
-    if odd is None and settings_fingerprint(config) != state["settings_fingerprint"]:
+    if odd is None and settings_fingerprint(config.model) != state["settings_fingerprint"]:
         odd = "its config.json, or that of the encoder,"
     if odd is not None:
         folder = config.model.llm.path

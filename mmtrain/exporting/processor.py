@@ -57,7 +57,7 @@ from mmtrain.exporting.chat_template import (
 from mmtrain.exporting.published_files import Json, copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
-from mmtrain.facts.model_files import generation_config, read_json
+from mmtrain.facts.model_files import optional_json, read_json
 from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
@@ -245,7 +245,7 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
 
 def _generation_settings(folder: Path, tokenizer: PreTrainedTokenizerBase, end: int) -> Json:
     """Return generation_config.json: greedy, ended as answers are."""
-    own = generation_config(folder)
+    own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     if not isinstance(own_ends, list):
         own_ends = [own_ends]

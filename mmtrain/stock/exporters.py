@@ -28,8 +28,8 @@ from mmtrain.facts.families import (
 )
 from mmtrain.facts.model_files import (
     find_model_folder,
-    generation_config,
-    read_json,
+    model_config,
+    optional_json,
     tensor_shapes,
 )
 from mmtrain.facts.models import Models
@@ -136,7 +136,7 @@ def whole_of(models: Models) -> StockClass | None:
     folder = find_model_folder(path)
     if folder is None:
         return None
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     stock = stock_class(content.get("model_type"))
     if stock is None or not stock.mrope or (vision is not None and vision.name != path):
         return None
@@ -232,7 +232,7 @@ def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
     if folder is None or (tensors := tensor_shapes(folder)) is None:
         return
     published_files(folder, is_whole=whole_of(models) is not None)
-    generation_config(folder)  # which an export reads
+    optional_json(folder, "generation_config.json")  # which an export reads
     family = llm_config(folder)["model_type"]
     names = full_names(family, llm_tensors(folder, tensors)).values()
     stored = {canonical_name(loaded_name(family, name)) for name in names}
