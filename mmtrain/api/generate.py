@@ -1,7 +1,7 @@
-"""Answers of a trained model to questions about pictures: by stock transformers, greedy.
+"""Answer questions about pictures by a trained model: by stock transformers, greedily.
 
-run or checkpoint --exported once, into the cache--> Hugging Face folder --load--> Conversation
-    --ask--> text
+run or checkpoint --exported once, into the cache--> Hugging Face folder
+    --load--> Conversation --ask--> text
 """
 
 from __future__ import annotations

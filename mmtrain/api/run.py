@@ -1,5 +1,4 @@
-"""A run from Python: started as a process of its own, and read from its folder, also while it is
-under way.
+"""Start a run from Python as a process of its own, and read its folder, also while it goes on.
 
 RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files in its folder--> Run
 """

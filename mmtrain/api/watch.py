@@ -1,8 +1,7 @@
-"""A run as a notebook's cell shows it while it goes on: the latest numbers and the loss so far, as
-HTML.
+"""Show a run in a notebook's cell while it goes on: its latest numbers and its loss, as HTML.
 
-metrics.jsonl --Run.metrics--> steps and evaluations --progress_html--> a table and a curve, drawn
-    as SVG
+metrics.jsonl --Run.metrics--> steps and evaluations
+    --progress_html--> a table and a curve, drawn as SVG
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Runs in lmms-eval's environment, as a child of `mmtrain benchmark`, which writes its REQUEST, a
-JSON file.
+"""Score an exported folder in lmms-eval's environment, as a child of `mmtrain benchmark`.
 
-lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers-->
-    lmms-eval's scores
-standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers",
-"versions"}
+REQUEST, a JSON file of the parent, says what is asked.
+
+lmms-eval's tasks --messages with pictures--> StockModel, an exported folder
+    --answers--> lmms-eval's scores
+standard output: lines of JSON, {"done", "total"} while it runs,
+                 at its end {"results", "answers", "versions"}
 
 lmms-eval has classes of its own for some of the models that mmtrain exports, which resize pictures
 otherwise than training did, or take one prompt at a time. Here each is its stock class, loaded as

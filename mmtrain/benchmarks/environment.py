@@ -1,9 +1,8 @@
-"""The Python environment in which lmms-eval runs: its packages above those of this one, which it
-does not touch.
+"""Make the Python environment in which lmms-eval runs, above the packages of this one.
 
-torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a
-package, pip puts that one into the new environment alone. What it brings itself has the versions of
-lmms_eval_constraints.txt.
+This one is not touched. torch, transformers and mmtrain are those that run here; where lmms-eval
+needs another version of a package, pip puts that one into the new environment alone. What it brings
+itself has the versions of lmms_eval_constraints.txt.
 """
 
 from __future__ import annotations

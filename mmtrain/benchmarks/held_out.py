@@ -1,12 +1,11 @@
-"""A run's held-out questions, for lmms-eval: each answer of a conversation, given the true turns
-before it.
+"""Write a run's held-out questions for lmms-eval, one for each answer of a conversation.
 
-held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the
-    images as they are
+held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"},
+                                      and the images as they are
 
-An answer generated greedily equals the true one where each of its tokens is ranked first, given the
-true tokens before: that is the run's exact match, unless two answers of different tokens have the
-same text.
+Each is given the true turns before it. An answer generated greedily equals the true one where each
+of its tokens is ranked first, given the true tokens before: that is the run's exact match, unless
+two answers of different tokens have the same text.
 """
 
 from __future__ import annotations

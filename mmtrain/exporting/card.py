@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what it is made of, how good it was, how to load it.
+"""Write the model card of an exported folder: its parts, its scores, and code that loads it.
 
 `origin`, what was written --card.md.jinja--> README.md
 

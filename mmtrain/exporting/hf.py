@@ -1,23 +1,20 @@
-"""The whole model as a Hugging Face folder, which a stock class of transformers loads without
-mmtrain.
+"""Export the whole model as a Hugging Face folder, which a stock class of transformers loads.
 
 A run on text alone becomes a folder of the LLM's own class; with pictures:
 
-config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a
-    refusal
-checkpoint: projector -------------------------------->
-    multi_modal_projector.linear_{1,2}.{weight,bias}
-model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json,
-    README.md,
-model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
+models of the run --stock.exporters: which class?--> a StockClass (here LLaVA's), or a refusal
+projector ------------------------------------------> multi_modal_projector.linear_{1,2}.*
+model.vision.name --vision: exact conversion--------> vision_tower.*
+model.llm.path    --language: tensor by tensor------> language_model.*
+                                                      config.json, README.md, processor's files
 
 Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is
 written the stock class is tried without the weights; afterwards every byte is read again.
 
-names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched:
-    must all be empty
-the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or
-    a refusal
+names and shapes --transformers' own loading, on the meta device-->
+    missing, unexpected, mismatched: all must be empty
+the LLM's family, tiny --exported, loaded by the class-->
+    the same logits as the causal LM's own, or a refusal
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones
-in their place.
+"""Export an LLM: its published tensors under new names, trained ones in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its
-                    own)
+In LLaVA's names (each stock class has its own):
+
+model.layers.3.X    -> language_model.model.layers.3.X
 lm_head.weight      -> language_model.lm_head.weight
 
 A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when

@@ -1,9 +1,7 @@
-"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of
-config.json.
+"""Export the projector for LLaVA's own code: `mm_projector.bin` and keys of config.json.
 
-    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear,
-                                                                 GELU, Linear)
-    projector.linear_2.weight -> model.mm_projector.2.weight
+    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu, which is
+    projector.linear_2.weight -> model.mm_projector.2.weight     Sequential(Linear, GELU, Linear)
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
     projector.image_newline   -> model.image_newline             of layouts with lines
 

@@ -1,11 +1,10 @@
-"""The processor of an exported Hugging Face folder: the files that stock AutoProcessor loads, and
-their check.
+"""Write the processor of an exported folder, which stock AutoProcessor loads, and check it.
 
-RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
-                                        processor_config.json, preprocessor_config.json,
-                                        generation_config.json
+Models, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
+                                     processor_config.json, preprocessor_config.json,
+                                     generation_config.json
 messages, images --AutoProcessor--> check_processor: the token ids and pixels of training, or
-    UserError
+                                    UserError
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into
 processor_config.json).

@@ -1,8 +1,7 @@
-"""The small files of an export: which ones leave the folder of a published model, and what is taken
-out of them.
+"""Copy the small files of a published model into an export, without what names code.
 
-model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON
-    that names no code
+model's folder --copy_files--> the files that stock classes read
+content --write_json--> JSON that names no code
 
 The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be
 code.

@@ -65,8 +65,9 @@ def in_memory(tensor: torch.Tensor) -> TensorSource:
 
 
 def stored(name: str, file: Path) -> TensorSource:
-    """Find a tensor of a safetensors file; raises UserError for a dtype such as 8-bit floats, which
-    cannot be cast.
+    """Return a tensor of a safetensors file.
+
+    Raises UserError for a dtype such as 8-bit floats, which cannot be cast.
     """
     with safe_open(file, framework="pt") as opened:
         view = opened.get_slice(name)
@@ -171,10 +172,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end of the block; after an error nothing
-    of it is left.
+    """Make a folder to write into, which becomes `out` at the end of the block.
 
-    Raises UserError where `out` is there already (an empty folder is taken), and for a full disk.
+    After an error nothing of it is left. Raises UserError where `out` is there already (an empty
+    folder is taken), and for a full disk.
     """
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

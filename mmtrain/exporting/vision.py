@@ -1,18 +1,17 @@
-"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its
-weights.
+"""Convert a run's vision encoder exactly into the vision tower of a Hugging Face folder.
 
-encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock
-    vision model
-      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
-          the run's features
+encoder (timm ViT, or a vision model of transformers)
+    --> configuration and tensors of a stock vision model
+    --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
+        the run's features
 
 A transformers encoder is written as it is stored, unless it has registers, which classes would take
 for patches. A timm ViT gets other names; features differ by rounding alone:
-                                                    `vision_config`
+
+    encoder                                         `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
-    timm: class token                               dinov2, its layer scales 1 where the encoder has
-                                                    none
+    timm: class token                               dinov2, with layer scales of 1 if it has none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral

@@ -1,9 +1,8 @@
 """Write the folder of a whole M-RoPE model again, with what a run trained in its place.
 
-folder of model.llm.path and model.vision.name --files that its class reads--> copied; what the run
-    changed is written
-its tensors, trained ones in their place by name--------------------------> TensorSource by name on
-    disk
+folder of model.llm.path and model.vision.name
+    --files that its class reads--> copied; what the run changed is written
+    --its tensors, trained ones in their place by name--> TensorSource by name on disk
 """
 
 from __future__ import annotations
