@@ -50,7 +50,7 @@ class StockModel(lmms):
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Answer greedily, in batches with equal settings, all or none of them with pictures."""
-        answers: list[str] = []
+        answers = []
         prompts = map(self._prompt, requests)
         for _, alike in itertools.groupby(prompts, lambda prompt: (prompt[2], bool(prompt[1]))):
             while batch := list(itertools.islice(alike, self.batch_size)):
@@ -115,30 +115,33 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
         pictures = [decode_image((folder / name).read_bytes()) for name in doc["images"]]
         return [{**first, "pictures": pictures}, *others]
 
-    settings = {
-        "task": HELD_OUT,
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"test": str(folder / QUESTIONS)},
-            "cache_dir": str(folder / "cache"),
-        },
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_messages": doc_to_messages,
-        "doc_to_visual": lambda doc: [],
-        "doc_to_text": lambda doc: doc["messages"][-1]["content"],
-        "doc_to_target": "answer",
-        "process_results": lambda doc, answers: {
-            "exact_match": float(answers[0] == doc["answer"].strip())
-        },
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": {"max_new_tokens": longest},
-    }
-    return ConfigurableMessagesTask(config=settings)
+    return ConfigurableMessagesTask(
+        config={
+            "task": HELD_OUT,
+            "dataset_path": "json",
+            "dataset_kwargs": {
+                "data_files": {"test": str(folder / QUESTIONS)},
+                "cache_dir": str(folder / "cache"),
+            },
+            "test_split": "test",
+            "output_type": "generate_until",
+            "doc_to_messages": doc_to_messages,
+            "doc_to_visual": lambda doc: [],
+            "doc_to_text": lambda doc: doc["messages"][-1]["content"],
+            "doc_to_target": "answer",
+            "process_results": lambda doc, answers: {
+                "exact_match": float(answers[0] == doc["answer"].strip())
+            },
+            "metric_list": [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ],
+            "generation_kwargs": {"max_new_tokens": longest},
+        }
+    )
 
 
 def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
-    tasks: list[Any] = list(request["tasks"])
+    tasks = list(request["tasks"])
     if unknown := sorted(set(tasks) - {HELD_OUT, *TaskManager().all_tasks}):
         raise SystemExit(f"lmms-eval has no task {unknown[0]}")
     if HELD_OUT in tasks:

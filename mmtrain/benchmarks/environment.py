@@ -54,17 +54,9 @@ def lmms_python() -> Path:
             pins.write_text(
                 f"{PINS.read_text()}torch=={version('torch')}\ntransformers=={version('transformers')}\n"
             )
-            pip = [
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "-c",
-                pins,
-                LMMS_EVAL,
-            ]
-            if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
+            options = ("--quiet", "--disable-pip-version-check", "-c", pins)
+            pip = python_child("-m", "pip", "install", *options, LMMS_EVAL, interpreter=python)
+            if subprocess.run(**pip).returncode:
                 raise UserError(
                     f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. "
                     "It needs a network"
