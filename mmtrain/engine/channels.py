@@ -36,6 +36,7 @@ from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of
 
 NO_DATA = -1
+Sends = list[tuple[dist.Work, Tensor]]  # each tensor is kept until it is sent
 
 
 class _Channel(NamedTuple):
@@ -64,7 +65,7 @@ class Channels:
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: Sends = []
         # by what posted the receive
         self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
         # by source, destination (pipeline ranks) and kind
@@ -87,9 +88,10 @@ class Channels:
 
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one
         # order for all.
+        own = plan.ranks[rank].pipeline
         for (source, _, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
-            operation = dist.isend if source == plan.ranks[rank].pipeline else dist.irecv
+            operation = dist.isend if source == own else dist.irecv
             _wait_for(channel.post(operation, probe))
 
     def _message(self, x: Instruction) -> Message:
@@ -118,13 +120,17 @@ class Channels:
         return [receive for receive in self._awaited if receive.op is op]
 
     def wait_for_sends(self) -> None:
-        _wait_for(work for work, _ in self._sends)
-        self._sends = []
+        _finish(self._sends)
 
 
 def _wait_for(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+def _finish(sends: Sends) -> None:
+    _wait_for(work for work, _ in sends)
+    sends.clear()
 
 
 class Encoded(NamedTuple):
@@ -189,7 +195,7 @@ class ChainLink:
         if not self._is_alone:
             self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
 
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: Sends = []
         self._of_training = _Ahead()
         self._now = _Ahead()
         self._trains = True
@@ -210,8 +216,7 @@ class ChainLink:
             (self._now.received[x.microbatch],) = self._channels.take(x)
         while self._to_read:
             self._read_count()
-        _wait_for(work for work, _ in self._sent)
-        self._sent = []
+        _finish(self._sent)
         self._waited()
         if self._trains:
             self._of_training = self._now.after(microbatches)

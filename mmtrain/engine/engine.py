@@ -31,7 +31,7 @@ from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import expected_batch, warm_up
-from mmtrain.engine.statistics import RankSums, Statistics, StepResult
+from mmtrain.engine.statistics import RankSums, Slot, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
@@ -72,8 +72,8 @@ class FrozenPipelineEngine:
         packs = config.train.packs_per_microbatch
         self._deepspeed = deepspeed_engine(packs, plan, stages, self.optimizer)
         self.device: torch.device = self._deepspeed.device
-        self.stage_id: int = self._deepspeed.stage_id
-        self.global_rank: int = self._deepspeed.global_rank
+        self.stage_id = self._deepspeed.stage_id
+        self.global_rank = self._deepspeed.global_rank
         self._replica = plan.ranks[self.global_rank].data
         self._groups = parameter_groups(config.optimizer, self.trainable)
         self._config = config
@@ -108,31 +108,24 @@ class FrozenPipelineEngine:
         self._dtype = first.dtype
         self._shape = (packs, config.data.pack_length, first.language.hidden_size)
 
-        self._replicas = replica_group(
-            plan, self.global_rank, self.device, config.parallel.timeout_seconds
-        )
+        timeout_seconds = config.parallel.timeout_seconds
+        self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
         if warms_up is None:
             warms_up = self.device.type == "cuda"
         if warms_up:
-            first_trainable = plan.first_trainable_stage
             batch = expected_batch(config, models)
-            warm_up(batch, self.stages, self.weights, first_trainable, self.device)
+            warm_up(batch, self.stages, self.weights, plan.first_trainable_stage, self.device)
         self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
-        self._connect(first)
+        self._connect(first, timeout_seconds)
         self._begin(None, trains=True)
 
-    def _connect(self, first: Stage) -> None:
+    def _connect(self, first: Stage, timeout_seconds: int) -> None:
         """Open the channels and start the clock, which streamed layers tell of their waits."""
-        timeout_seconds = self._config.parallel.timeout_seconds
-        self._channels = Channels(self.plan, self.global_rank, self.device, timeout_seconds)
+        rank = self.global_rank
+        self._channels = Channels(self.plan, rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device, self._held_bytes())
         self._link = ChainLink(
-            self.plan,
-            self.global_rank,
-            first,
-            self._channels,
-            self.clock.waited,
-            timeout_seconds,
+            self.plan, rank, first, self._channels, self.clock.waited, timeout_seconds
         )
         # Instructions that need nothing of the engine; the others are its methods.
         self._encode = self._link.encode
@@ -149,7 +142,7 @@ class FrozenPipelineEngine:
         """Whether anything in the run trains with a learning rate above 0."""
         names = itertools.chain.from_iterable(rank.trainable_names for rank in self.plan.ranks)
         groups = parameter_groups(self._config.optimizer, names)
-        return any(group.lr > 0 and group.parameters for group in groups)
+        return any(group.parameters for group in groups if group.lr > 0)
 
     def _held_bytes(self) -> int:
         """Return the bytes of this rank's weights and optimizer, each tensor counted once."""
@@ -207,14 +200,14 @@ class FrozenPipelineEngine:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
-        self._input: dict[tuple[int, int], Tensor] = {}
-        self._output: dict[tuple[int, int], Tensor | GradientEdge] = {}
-        self._integers: dict[tuple[int, int], Tensor] = {}
+        self._input: dict[Slot, Tensor] = {}
+        self._output: dict[Slot, Tensor | GradientEdge] = {}
+        self._integers: dict[Slot, Tensor] = {}
         self._sums = RankSums(self.device)
         # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
         # keys of the samples.
-        self._losses: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._losses: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[Slot, tuple[str, ...]] = {}
         self.predicted = {}
         self.clock.begin()
 

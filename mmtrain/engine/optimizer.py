@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
@@ -42,13 +42,13 @@ class MasterWeights:
     rounded. One in fp32 is its own master.
     """
 
-    def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:
-        self.by_name: dict[str, torch.nn.Parameter] = {}
+    def __init__(self, stored: Mapping[str, nn.Parameter], config: OptimizerSection) -> None:
+        self.by_name: dict[str, nn.Parameter] = {}
         self._pairs = []
         for name, parameter in stored.items():
             master = parameter
             if parameter.dtype != torch.float32:
-                master = torch.nn.Parameter(parameter.detach().to(torch.float32))
+                master = nn.Parameter(parameter.detach().to(torch.float32))
                 hand_over = functools.partial(_hand_over_gradient, master)
                 parameter.register_post_accumulate_grad_hook(hand_over)
                 self._pairs.append((parameter, master))
@@ -129,7 +129,7 @@ class MasterWeights:
         self.write_back()
 
 
-def _hand_over_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
+def _hand_over_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     gradient = parameter.grad.to(torch.float32)
     if master.grad is None:
         master.grad = gradient
@@ -139,7 +139,7 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
 
 
 def make_optimizer(
-    trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+    trainable: Mapping[str, nn.Parameter], config: OptimizerSection
 ) -> torch.optim.Optimizer:
     """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are
     none.
@@ -188,6 +188,4 @@ def clip_coefficient(norm: float, limit: float | None) -> float:
     """Return the factor that brings a gradient of this global norm to at most `limit` (as torch's
     clip_grad_norm_).
     """
-    if limit is None:
-        return 1.0
-    return min(1.0, limit / (norm + 1e-6))
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -34,9 +34,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     packs = config.train.packs_per_microbatch
     length = config.data.pack_length
     tiling = typical_tiling(config, models.layout)
-    image_tokens = 0
-    if tiling is not None:
-        image_tokens = tiling.positions
+    image_tokens = 0 if tiling is None else tiling.positions
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
     documents = packs * per_pack
@@ -128,9 +126,7 @@ class SingleStage:
         encoder trains.
         """
         language = self.module.language
-        count = 0
-        if recomputes:
-            count = language.last - language.first
+        count = language.last - language.first if recomputes else 0
         language.recompute(count)
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
@@ -185,9 +181,7 @@ def warm_up(
     micro-batch.
     """
     batch = to_device(host, device)
-    gpus = []
-    if device.type == "cuda":
-        gpus.append(device)
+    gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus, device_type="cuda"):
         for number, module in stages.items():
             alone = SingleStage(

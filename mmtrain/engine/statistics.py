@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from mmtrain.engine.step_clock import RankSeconds
 
+Slot = tuple[int, int]  # stage or replica, and micro-batch of the step
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -38,9 +38,7 @@ class RankSeconds(NamedTuple):
 
     @property
     def idle_fraction(self) -> float:
-        if self.window <= 0:
-            return 0.0
-        return self.idle / self.window
+        return self.idle / self.window if self.window > 0 else 0.0
 
 
 class HeapUse(ctypes.Structure):

@@ -98,9 +98,8 @@ class Utilization:
         """
         if self._peak_flops is None or step.tokens == 0:  # every sample of the step was damaged
             return 0.0
-        attended = 1.0
-        if self._models.layout.attends_across:
-            attended = step.tiles / max(step.images, 1)
+        across = self._models.layout.attends_across
+        attended = step.tiles / max(step.images, 1) if across else 1.0
         work = Workload(
             tokens=step.tokens,
             document=step.tokens / step.samples,

@@ -354,7 +354,7 @@ def made_up_encoder(
         config_json = encoder_config(folder)
         if "architecture" not in config_json:
             family = family_of(config_json.get("model_type"), name)
-            return _made_up_stock(family, folder, name, dtype, final_norm, depth, shape)
+            return _made_up_stock(family, folder, dtype, final_norm, depth, shape)
         architecture = f"local-dir:{folder}"
         if holds_encoder(folder):
             check_wrapped_timm(config_json, folder)
@@ -373,7 +373,6 @@ def made_up_encoder(
 def _made_up_stock(
     family: EncoderFamily,
     folder: Path,
-    name: str,
     dtype: torch.dtype,
     final_norm: bool,
     depth: int,
@@ -396,8 +395,9 @@ def _made_up_stock(
         width = config.hidden_size
         merged = shape.merged_width and getattr(config, "out_hidden_size", width)
         shape = replace(shape, width=width, merged_width=merged)
-    _leave_out(stock, family.unused(final_norm, name, merges))
-    return _hf_tower(stock.to(dtype), family, config, name, shape)
+    source = str(folder)
+    _leave_out(stock, family.unused(final_norm, source, merges))
+    return _hf_tower(stock.to(dtype), family, config, source, shape)
 
 
 def _set_depth(

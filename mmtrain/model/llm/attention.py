@@ -353,9 +353,7 @@ def _attend(
     groups = q.shape[1] // k.shape[1]
     if softcap is None and sinks is None:
         causal = (window is None or keys <= window) and queries in (1, keys)
-        seen = None
-        if not causal:
-            seen = _visible(queries, keys, window, q.device)
+        seen = None if causal else _visible(queries, keys, window, q.device)
         attended = F.scaled_dot_product_attention(
             q,
             k,

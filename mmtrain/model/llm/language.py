@@ -199,9 +199,7 @@ class DecoderLayers(nn.Module):
             # Told that nothing is padding, transformers does not look for documents, and the host
             # waits for no answer.
             no_padding = torch.ones(documents.shape, dtype=torch.bool, device=device)
-            sequences = None
-            if self._has_mixers:
-                sequences = Sequences.of_positions(documents, device)
+            sequences = Sequences.of_positions(documents, device) if self._has_mixers else None
             with document_positions(documents), running_on(sequences):
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
                     inputs_embeds=embeddings,
@@ -257,9 +255,7 @@ class DecoderLayers(nn.Module):
             self.model.set_submodule(path, decoder)
 
     def head_parameters(self) -> list[nn.Parameter]:
-        if not self.has_head:
-            return []
-        return list(self.model.get_output_embeddings().parameters())
+        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter with its global name; a tied head beside its embedding is one
