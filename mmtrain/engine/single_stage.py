@@ -33,12 +33,14 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     """
     packs = config.train.packs_per_microbatch
     length = config.data.pack_length
-    tiling = typical_tiling(config, models.layout)
+    tiling = typical_tiling(config.data, models.layout)
     image_tokens = 0 if tiling is None else tiling.positions
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
     documents = packs * per_pack
-    supervised = max(1, round(workload(config, models.layout).supervised / documents))
+    supervised = max(
+        1, round(workload(config.train, config.data, models.layout).supervised / documents)
+    )
 
     # each document: the image, then text, whose last tokens are supervised
     generator = torch.Generator().manual_seed(seed)

@@ -29,8 +29,7 @@ from typing import Any
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import EncoderSliceError, UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import EncoderSliceError, UserError, naming_shared_memory
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import check_family, encoder_config, llm_config
 from mmtrain.facts.model_files import model_folder
