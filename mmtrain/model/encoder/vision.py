@@ -32,10 +32,10 @@ from mmtrain.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
-from mmtrain.model.encoder.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, block_list, drop_other_blocks
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.llm.tiny import randomise, shrink
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import Entry, open_tensors, tensor_entries
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = (
@@ -55,7 +55,7 @@ def load_vision(
     *,
     final_norm: bool = False,
     shape: VisionShape | None = None,
-    blocks: tuple[int, int] | None = None,
+    blocks: Blocks | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in
     `dtype`.
@@ -75,7 +75,7 @@ def load_vision(
     return _load_hf(name, select_layer, dtype, final_norm, shape, blocks).to(device)
 
 
-def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
+def timm_model(name: str, held: Blocks | None = None) -> nn.Module | None:
     """Load a timm encoder as published, with bookends for all blocks but `held`; None for one of
     transformers.
 
@@ -140,7 +140,7 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
+def _wrapped_timm(folder: Path, config: dict[str, Any], held: Blocks | None) -> nn.Module:
     check_wrapped_timm(config, folder)
     arguments = config["model_args"] or {}
     with foreign_files(f"model.vision.name: {folder}"):
@@ -153,7 +153,7 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         wanted = set(model.state_dict())
         if held is not None:
             drop_other_blocks(block_list(model), *held)
-        entries = encoder_tensors(folder, tensor_places(folder))
+        entries = encoder_tensors(folder, tensor_entries(folder))
         # of all blocks: else slices would differ in what they refuse
         if missing := sorted(wanted - entries.keys()):
             raise _lacks_tensors(folder, missing)
@@ -168,7 +168,7 @@ def _cut_timm(
     select_layer: int,
     dtype: torch.dtype,
     final_norm: bool,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     patches = model.patch_embed
     size = getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:]
@@ -236,7 +236,7 @@ def _load_hf(
     dtype: torch.dtype,
     final_norm: bool,
     shape: VisionShape | None,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     folder = model_folder(name)
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
@@ -250,7 +250,7 @@ def _load_hf(
     deepstack = () if shape is None else shape.deepstack
     _set_depth(config, config.num_hidden_layers + 1 + select_layer, deepstack)
     if any(folder.glob("*.safetensors")):
-        entries = encoder_tensors(folder, tensor_places(folder))
+        entries = encoder_tensors(folder, tensor_entries(folder))
         opened = _open_held(entries, held)
         weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
     else:
@@ -296,7 +296,7 @@ def _hf_tower(
     config: transformers.PreTrainedConfig,
     source: str,
     shape: VisionShape | None,
-    held: tuple[int, int] | None = None,
+    held: Blocks | None = None,
 ) -> VisionTower:
     if family.native is not None:
         if family.native.block > 1 and shape.merge == 1:
@@ -408,9 +408,7 @@ def _set_depth(
     config.deepstack_visual_indexes = list(deepstack)
 
 
-def _open_held(
-    entries: Mapping[str, tuple[str, Path]], held: tuple[int, int] | None
-) -> dict[str, Any]:
+def _open_held(entries: Mapping[str, Entry], held: Blocks | None) -> dict[str, Any]:
     """Open the encoder's tensors lazily, of blocks those in `held` alone."""
     wanted = {}
     for name, entry in entries.items():

@@ -32,6 +32,7 @@ from mmtrain.facts.vision_files import patches_per_image
 from mmtrain.model.llm.bookends import Bookend
 from mmtrain.model.trained.lora import without_marks
 
+Blocks = tuple[int, int]  # first, and the one behind the last
 Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
 
@@ -54,7 +55,7 @@ class VisionTower(nn.Module):
         patch_size: int,
         prefix_tokens: int,
         published: Callable[[str], str] = str,
-        blocks: tuple[int, int] | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         """`features(model, images)` runs the encoder's own forward up to the selected block and
         drops prefix tokens.

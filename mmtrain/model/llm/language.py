@@ -64,7 +64,7 @@ from mmtrain.model.llm.mixers import (
     running_on,
 )
 from mmtrain.model.trained.lora import without_marks
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import open_tensors, tensor_entries
 from mmtrain.model.weights.streaming import StreamedLayers
 
 
@@ -383,7 +383,7 @@ class _Weights:
         self.config = causal_config(folder, mrope)
         _set_options(self.config)
         self._stock = llm_class(self.config)
-        self._files = llm_tensors(folder, tensor_places(folder))
+        self._files = llm_tensors(folder, tensor_entries(folder))
         if is_mrope_class(self.config):
             names = (name.replace("model.", "model.language_model.", 1) for name in self._files)
             self._files = dict(zip(names, self._files.values(), strict=True))

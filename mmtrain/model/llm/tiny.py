@@ -22,10 +22,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.facts.settings import SYNONYMS
 from mmtrain.model.llm.language import auto_class, drop_tower, is_mrope_class
 
 HEADS = 4
 HEAD_WIDTH = 16
+WIDTH = HEADS * HEAD_WIDTH
 MIXER_HEADS, MIXER_GROUPS = 2 * HEADS, 2  # of recurrent mixers, whose heads are as wide
 ROTARY_WIDTH = 8  # deepseek's rotary part of a head, beside HEAD_WIDTH without rotation
 INNER_WIDTH = 48
@@ -40,12 +42,11 @@ WINDOW = 8  # tokens
 
 # Attributes of transformers' configs, over all families. Only those that a config has, and that
 # hold a number, are set.
-_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_QUERY_HEADS = (*SYNONYMS["heads"], "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS
-    * HEAD_WIDTH,
+    (*SYNONYMS["hidden_size"], "word_embed_proj_dim", "dim_model", "embed_dim"): WIDTH,
     (
         "head_dim",
         "global_head_dim",
@@ -55,13 +56,11 @@ _SIZES = {
         "attention_head_dim",
         "swa_head_dim",
         "swa_v_head_dim",
-        "linear_key_head_dim",
+        *SYNONYMS["mixer_state"],
         "linear_value_head_dim",
         "linear_head_dim",
         "mamba_d_head",
         "mamba_head_dim",
-        "mamba_d_state",
-        "ssm_state_size",
         "mamba_dt_rank",
     ): HEAD_WIDTH,
     (
@@ -83,8 +82,7 @@ _SIZES = {
         "sliding_window",
         "attention_chunk_size",
         "window_size",
-        "mamba_chunk_size",
-        "chunk_size",
+        *SYNONYMS["mixer_chunk"],
         "block_size",
     ): WINDOW,
     ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"): MIXER_HEADS,
@@ -92,8 +90,8 @@ _SIZES = {
     ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
 }
 _LIMITS = {
-    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
-    ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
+    SYNONYMS["experts"]: EXPERTS,
+    (*SYNONYMS["experts_per_token"], "top_k_experts"): EXPERTS_PER_TOKEN,
     ("mamba_n_groups", "n_groups"): MIXER_GROUPS,
 }
 MAX_PARAMETERS = 100_000_000
@@ -239,7 +237,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:
         raise UserError(
-            f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still "
+            f"{config.model_type} cannot be checked: shrunk to {WIDTH} wide it still "
             f"has {parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
     # not the GPUs' generators: callers restore the CPU's alone

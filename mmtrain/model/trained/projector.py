@@ -23,7 +23,7 @@ from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.models import Models, models_of
 from mmtrain.model.trained.lora import generator_of
-from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_places
+from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.model.weights.projector_files import (
     KEY,
@@ -280,7 +280,7 @@ def _read(files: ProjectorFiles) -> dict[str, Tensor]:
         return read_pickled(source)
     wanted = {name: (name, source) for name in files.shapes}
     if source.is_dir():
-        entries = tensor_places(source)
+        entries = tensor_entries(source)
         wanted = {name: entries[name] for name in files.shapes}
     try:
         lazy = open_tensors(wanted)

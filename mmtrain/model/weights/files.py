@@ -26,14 +26,15 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.model_files import read_json, tensor_shapes
 
+Entry = tuple[str, Path]  # a tensor's name on disk, and its safetensors file
 REFUSED_CALL = re.compile(
     r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)"
 )
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
-def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
-    """Map the name of every tensor in a model's folder to its place; raises what `tensor_shapes`
+def tensor_entries(folder: Path) -> dict[str, Entry]:
+    """Map the name of every tensor in a model's folder to its entry; raises what `tensor_shapes`
     raises.
     """
     shapes = tensor_shapes(folder)
@@ -49,10 +50,10 @@ def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
     return {name: (name, folder / files[name]) for name in shapes}
 
 
-def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
-    """Open tensors lazily; each place is a name on disk and a safetensors file."""
-    opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
-    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
+def open_tensors(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Open tensors lazily."""
+    opened = {file: safe_open(file, framework="pt") for _, file in entries.values()}
+    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in entries.items()}
 
 
 def read_pickled(file: Path) -> dict[str, Tensor]:
