@@ -120,7 +120,11 @@ class RankAudit:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_plan(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
+    def _check_plan(
+        self,
+        stages: Mapping[int, Stage],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         named = set(map(id, self.stored.values()))
         for stage in stages.values():
             for parameter in stage.parameters():
@@ -314,7 +318,13 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
+def write_audit(
+    path: Path,
+    plan: Plan,
+    records: Sequence[dict[str, Any]],
+    *,
+    learns: bool,
+) -> str:
     """Compare replicas and write `audit.json` with every rank's record; return the result in one
     sentence.
 

@@ -44,7 +44,9 @@ class _Channel(NamedTuple):
     peer: int
 
     def post(
-        self, operation: Callable[..., dist.Work], tensors: Sequence[Tensor]
+        self,
+        operation: Callable[..., dist.Work],
+        tensors: Sequence[Tensor],
     ) -> list[dist.Work]:
         by_nccl = dist.get_backend(self.group) == "nccl"
         works = []
@@ -64,7 +66,13 @@ class Channels:
     Receives are posted ahead and taken later.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        timeout_seconds: int,
+    ) -> None:
         self._sends: Sends = []
         # by what posted the receive
         self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}

@@ -125,7 +125,12 @@ class FrozenPipelineEngine:
         self._channels = Channels(self.plan, rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device, self._held_bytes())
         self._link = ChainLink(
-            self.plan, rank, first, self._channels, self.clock.waited, timeout_seconds
+            self.plan,
+            rank,
+            first,
+            self._channels,
+            self.clock.waited,
+            timeout_seconds,
         )
         # Instructions that need nothing of the engine; the others are its methods.
         self._encode = self._link.encode
@@ -158,7 +163,10 @@ class FrozenPipelineEngine:
         self._wants_stop = True
 
     def train_step(
-        self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        wants_save: bool = False,
     ) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads
         them from `batches`.
@@ -177,7 +185,11 @@ class FrozenPipelineEngine:
         self.step_index += 1
         return self._result
 
-    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
+    def evaluate(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        microbatches: int,
+    ) -> Statistics:
         """Forward `microbatches` micro-batches on each replica and return the sums over all; stage
         0 reads `batches`.
 
@@ -196,7 +208,12 @@ class FrozenPipelineEngine:
         self._run_schedule(schedule, microbatches)
         return self._statistics
 
-    def _begin(self, batches: Iterator[PackedBatch] | None, *, trains: bool) -> None:
+    def _begin(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        trains: bool,
+    ) -> None:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
@@ -370,7 +387,10 @@ class FrozenPipelineEngine:
         rates = {}
         for group in self._groups:
             rates[group.name] = learning_rate(
-                self.step_index, config.train.max_steps, config.optimizer, group.lr
+                self.step_index,
+                config.train.max_steps,
+                config.optimizer,
+                group.lr,
             )
         norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
         loss = None

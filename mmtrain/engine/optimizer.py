@@ -42,7 +42,11 @@ class MasterWeights:
     rounded. One in fp32 is its own master.
     """
 
-    def __init__(self, stored: Mapping[str, nn.Parameter], config: OptimizerSection) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, nn.Parameter],
+        config: OptimizerSection,
+    ) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
         self._pairs = []
         for name, parameter in stored.items():
@@ -96,7 +100,11 @@ class MasterWeights:
                     tensors[f"{name}/{part}"] = self.optimizer.state[master][part]
         return tensors
 
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    def load(
+        self,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> None:
         """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no
         update yet).
 
@@ -139,7 +147,8 @@ def _hand_over_gradient(master: nn.Parameter, parameter: Tensor) -> None:
 
 
 def make_optimizer(
-    trainable: Mapping[str, nn.Parameter], config: OptimizerSection
+    trainable: Mapping[str, nn.Parameter],
+    config: OptimizerSection,
 ) -> torch.optim.Optimizer:
     """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are
     none.
@@ -159,7 +168,12 @@ def make_optimizer(
     return optimizer_of(config).make(groups, config)
 
 
-def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
+def learning_rate(
+    step: int,
+    max_steps: int,
+    config: OptimizerSection,
+    peak: float,
+) -> float:
     """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to
     `peak`; then `schedule`.
 

@@ -45,7 +45,10 @@ def backend_name(device: torch.device) -> str:
 
 
 def own_group(
-    groups: Sequence[Sequence[int]], rank: int, device: torch.device, timeout_seconds: int
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make all `groups`, for tensors on `device`, and return the one with `rank`. Collective, in
     one order.
@@ -65,7 +68,11 @@ def replica_ranks(plan: Plan, replica: int) -> Sequence[int]:
 
 
 def replica_group(
-    plan: Plan, rank: int, device: torch.device, timeout_seconds: int, size: int | None = None
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
+    size: int | None = None,
 ) -> dist.ProcessGroup | None:
     """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one
     replica. Collective.
@@ -80,7 +87,9 @@ def replica_group(
 
 
 def channel_group(
-    ranks: Sequence[int], device: torch.device, timeout_seconds: int
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make the group of two ranks that send each other tensors on `device`. Collective, in one
     order.

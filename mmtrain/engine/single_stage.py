@@ -23,7 +23,11 @@ from mmtrain.model.stage import Stage
 from mmtrain.plan.costs import typical_tiling, workload
 
 
-def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
+def expected_batch(
+    config: RunConfig,
+    models: Models,
+    seed: int = 0,
+) -> PackedBatch:
     """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any,
     and text; padding.
 
@@ -77,7 +81,11 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     return batch
 
 
-def _in_pack(positions: Tensor, documents: int, length: int) -> Tensor:
+def _in_pack(
+    positions: Tensor,
+    documents: int,
+    length: int,
+) -> Tensor:
     """Repeat a document's positions (..., T) for each document of a pack, and count in its rest."""
     repeats = [1] * (positions.ndim - 1)
     filled = positions.repeat(*repeats, documents)
@@ -94,7 +102,12 @@ class SingleStage:
     """
 
     def __init__(
-        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool
+        self,
+        module: Stage,
+        batch: PackedBatch,
+        *,
+        input_gradient: bool,
+        backward: bool,
     ) -> None:
         self.module = module
         self.batch = batch

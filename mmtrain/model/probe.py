@@ -54,7 +54,11 @@ _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print
 
 
 def probe(
-    path: str, cut_points: Sequence[int], streams: bool = False, *, mrope: bool = False
+    path: str,
+    cut_points: Sequence[int],
+    streams: bool = False,
+    *,
+    mrope: bool = False,
 ) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers
     `cut_points`.
@@ -88,7 +92,11 @@ def probe(
     _remember(record, result)
 
 
-def refuse_differences(family: str, staged: float, packed: float) -> None:
+def refuse_differences(
+    family: str,
+    staged: float,
+    packed: float,
+) -> None:
     """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
     advice = (
         "The run would train a wrong model. Use another family, or another version of transformers"
@@ -191,12 +199,18 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     """
     command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(
-        prefix="mmtrain-probe-", suffix=".log", delete=False
+        prefix="mmtrain-probe-",
+        suffix=".log",
+        delete=False,
     ) as stream:
         log = Path(stream.name)
         try:
             child = subprocess.run(
-                **command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS
+                **command,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             raise _ChildError(
@@ -215,7 +229,12 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[float, float]:
+def _measure_llm(
+    folder: str,
+    how: str,
+    mrope: str,
+    *cut_points: str,
+) -> tuple[float, float]:
     """Return the differences, in the child, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a
@@ -238,7 +257,11 @@ def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[f
 
 
 def _measure_encoder(
-    name: str, dtype: str, final_norm: str, factor: str, merges: str
+    name: str,
+    dtype: str,
+    final_norm: str,
+    factor: str,
+    merges: str,
 ) -> tuple[float]:
     """Return the largest difference of a feature over `CUTS`, in the child; infinite where one is
     not a number.

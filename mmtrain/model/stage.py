@@ -105,7 +105,11 @@ class Stage(nn.Module):
             if name in stored and global_name.startswith("llm.layers."):
                 yield global_name, buffer
 
-    def encode(self, taken: PackedBatch | Tensor | None, grids: Grids = ()) -> Tensor | None:
+    def encode(
+        self,
+        taken: PackedBatch | Tensor | None,
+        grids: Grids = (),
+    ) -> Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden
         states, contiguous.
 
@@ -134,7 +138,11 @@ class Stage(nn.Module):
             tiles = self.transform.normalise(tiles)
         return tiles
 
-    def start(self, batch: PackedBatch, features: Tensor | None = None) -> Tensor:
+    def start(
+        self,
+        batch: PackedBatch,
+        features: Tensor | None = None,
+    ) -> Tensor:
         """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) ->
         hidden (B, L, D).
         """
@@ -198,30 +206,48 @@ class Stage(nn.Module):
         """
         return self.language(hidden, position_ids).to(self.dtype)
 
-    def loss(self, hidden: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats,
         supervised tokens).
         """
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
         loss = supervised_loss_sum(
-            rows, targets, language.logits, language.vocab_size, language.head_parameters()
+            rows,
+            targets,
+            language.logits,
+            language.vocab_size,
+            language.head_parameters(),
         )
         return loss, torch.full((), len(targets), device=hidden.device)
 
     def predict(
-        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised
         positions, row-major).
         """
         rows, targets = self._supervised(hidden, position_ids, labels)
         return loss_sum_and_predictions(
-            rows, targets, self.language.logits, self.language.vocab_size
+            rows,
+            targets,
+            self.language.logits,
+            self.language.vocab_size,
         )
 
     def _supervised(
-        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
         places = supervised_places(labels)
@@ -234,7 +260,11 @@ def streamed_of(stages: Iterable[Stage]) -> StreamedLayers | None:
     return next(filter(None, (stage.streamed for stage in stages)), None)
 
 
-def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> Tensor:
+def arranged(
+    projected: Tensor,
+    newline: Tensor,
+    tilings: Sequence[Tiling],
+) -> Tensor:
     """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images
     become.
 
@@ -262,7 +292,11 @@ def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> T
     return torch.cat(positions)
 
 
-def fuse(embeddings: Tensor, image_places: Tensor, image_embeddings: Tensor | None) -> Tensor:
+def fuse(
+    embeddings: Tensor,
+    image_places: Tensor,
+    image_embeddings: Tensor | None,
+) -> Tensor:
     """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows
     laid end to end.
 
@@ -286,12 +320,20 @@ class _Put(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, into: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        into: Tensor,
+        places: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(places)
         return into.index_copy(0, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(
+        ctx: Any,
+        gradient: Tensor,
+    ) -> tuple[Tensor | None, None, Tensor | None]:
         (places,) = ctx.saved_tensors
         wants_into, _, wants_rows = ctx.needs_input_grad
         of_into = of_rows = None
@@ -363,6 +405,9 @@ def build_stage(
     return module
 
 
-def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+def set_trainable(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    patterns: Sequence[str],
+) -> None:
     for name, parameter in parameters:
         parameter.requires_grad_(matches_any(name, patterns))

@@ -80,12 +80,22 @@ class _Block(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = _Mlp(config)
 
-    def forward(self, hidden: Tensor, borders: Tensor, longest: int, rotation: Rotation) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
+    ) -> Tensor:
         hidden = hidden + self.attention(self.norm0(hidden), borders, longest, rotation)
         return hidden + self.mlp(self.norm1(hidden))
 
     def attention(
-        self, normed: Tensor, borders: Tensor, longest: int, rotation: Rotation
+        self,
+        normed: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
     ) -> Tensor:
         together = self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1))
         query, key, value = together.unbind(1)
@@ -102,7 +112,11 @@ class _Block(nn.Module):
         return self.wo(attended[0].flatten(1))
 
 
-def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _turned(
+    heads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+) -> Tensor:
     """Rotate features 2 i and 2 i + 1 of each head (P, heads, width) as a pair, in float32."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack(

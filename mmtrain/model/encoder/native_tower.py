@@ -42,7 +42,10 @@ class Unmerged(nn.Module):
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
-def on_its_device(_: nn.Module, taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def on_its_device(
+    _: nn.Module,
+    taken: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
     """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
     patch's image.
     """
@@ -63,7 +66,11 @@ class NativeTower(VisionTower):
     needs_grids = True
 
     def __init__(
-        self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any
+        self,
+        model: nn.Module,
+        family: EncoderFamily,
+        shape: VisionShape,
+        **options: Any,
     ) -> None:
         """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
         native = family.native
@@ -90,7 +97,12 @@ class NativeTower(VisionTower):
                 groups.append((count, (grid,)))
         return groups
 
-    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor | None,
+        images: Tensor,
+        grids: Grids,
+    ) -> Tensor:
         counts = [rows * columns for rows, columns in grids]
         cells = images.split(counts)
         received = None if hidden is None else hidden.split(counts)
@@ -126,7 +138,12 @@ class NativeTower(VisionTower):
         return hidden.reshape(made.shape)
 
 
-def _in_cells(features: Tensor, grid: Sequence[int], factor: int, block: int) -> Tensor:
+def _in_cells(
+    features: Tensor,
+    grid: Sequence[int],
+    factor: int,
+    block: int,
+) -> Tensor:
     """Bring features (P, W) of one picture from the order of `patch_rows` into cells (N, factor^2,
     W), row by row in each.
     """
@@ -161,7 +178,9 @@ def _features(
     sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
     if native.images == "equal":  # no mask: one of ones would choose another attention kernel
         return model(
-            torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes
+            torch.stack(rows),
+            pixel_attention_mask=None,
+            spatial_shapes=sizes,
         ).last_hidden_state
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
     tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
@@ -179,7 +198,12 @@ def _features(
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
-def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[str, Any]:
+def _tables(
+    model: nn.Module,
+    block: int,
+    sizes: Tensor,
+    like: Tensor,
+) -> dict[str, Any]:
     """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
     no call waits.
 
@@ -194,14 +218,19 @@ def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[s
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
         windows = vision_utils.get_vision_window_index(
-            sizes, block, model.window_size, model.patch_size
+            sizes,
+            block,
+            model.window_size,
+            model.patch_size,
         )
         tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
         how = stem.interpolation_mode, stem.interpolation_align_corners, block
         made = vision_utils.get_vision_interpolation_indices_and_weights(
-            sizes, stem.num_grid_per_side, *how
+            sizes,
+            stem.num_grid_per_side,
+            *how,
         )
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
     told = {name: copied(table, device) for name, table in tables.items()}

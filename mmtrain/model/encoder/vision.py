@@ -140,7 +140,11 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _wrapped_timm(folder: Path, config: dict[str, Any], held: Blocks | None) -> nn.Module:
+def _wrapped_timm(
+    folder: Path,
+    config: dict[str, Any],
+    held: Blocks | None,
+) -> nn.Module:
     check_wrapped_timm(config, folder)
     arguments = config["model_args"] or {}
     with foreign_files(f"model.vision.name: {folder}"):
@@ -175,14 +179,20 @@ def _cut_timm(
     # Pruning changes what negative indices mean: only the index that it returns still names the
     # same block.
     block = model.prune_intermediate_layers(
-        [select_layer], prune_norm=not final_norm, prune_head=True
+        [select_layer],
+        prune_norm=not final_norm,
+        prune_head=True,
     )
 
     def features(model: nn.Module, images: Tensor) -> Tensor:
         if final_norm:
             return model.forward_features(images)[:, model.num_prefix_tokens :]
         return model.forward_intermediates(
-            images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
+            images,
+            indices=block,
+            intermediates_only=True,
+            output_fmt="NLC",
+            norm=False,
         )[0]
 
     tower = VisionTower(
@@ -216,7 +226,10 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     )
 
 
-def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
+def stock_config(
+    family: EncoderFamily,
+    folder: Path,
+) -> transformers.PreTrainedConfig:
     """Return transformers' config of the encoder in a folder, which may hold a multimodal model."""
     kind = model_class(family).config_class
     if holds_encoder(folder):
@@ -258,7 +271,11 @@ def _load_hf(
         # weights_only
         weights = {"pretrained_model_name_or_path": folder, "local_files_only": True}
 
-    def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
+    def build(
+        model: transformers.PreTrainedModel,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         stock.__init__(model, *arguments, **options)
         if held is not None:  # before memory is taken for them
             drop_other_blocks(block_list(model), *held)
@@ -341,7 +358,11 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
 
 
 def made_up_encoder(
-    name: str, dtype: torch.dtype, final_norm: bool, depth: int, shape: VisionShape | None = None
+    name: str,
+    dtype: torch.dtype,
+    final_norm: bool,
+    depth: int,
+    shape: VisionShape | None = None,
 ) -> VisionTower:
     """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
@@ -401,14 +422,19 @@ def _made_up_stock(
 
 
 def _set_depth(
-    config: transformers.PreTrainedConfig, depth: int, deepstack: Sequence[int] = ()
+    config: transformers.PreTrainedConfig,
+    depth: int,
+    deepstack: Sequence[int] = (),
 ) -> None:
     config.num_hidden_layers = depth
     config.vision_use_head = False
     config.deepstack_visual_indexes = list(deepstack)
 
 
-def _open_held(entries: Mapping[str, Entry], held: Blocks | None) -> dict[str, Any]:
+def _open_held(
+    entries: Mapping[str, Entry],
+    held: Blocks | None,
+) -> dict[str, Any]:
     """Open the encoder's tensors lazily, of blocks those in `held` alone."""
     wanted = {}
     for name, entry in entries.items():

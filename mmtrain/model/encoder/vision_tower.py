@@ -130,7 +130,12 @@ class VisionTower(nn.Module):
         )
         return output
 
-    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor | None,
+        images: Tensor,
+        grids: Grids,
+    ) -> Tensor:
         """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
         first block.
         """
@@ -146,7 +151,10 @@ class VisionTower(nn.Module):
         blocks = block_list(self.model)
         handles = []
 
-        def hand_in(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        def hand_in(
+            _: nn.Module,
+            arguments: tuple[Any, ...],
+        ) -> tuple[Any, ...]:
             """Replace what the stem made."""
             made, *others = arguments
             return (self._handed_in(hidden, made), *others)
@@ -213,7 +221,11 @@ def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     )
 
 
-def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
+def drop_other_blocks(
+    blocks: nn.Sequential | nn.ModuleList,
+    first: int,
+    last: int,
+) -> None:
     """Put bookends in the places of all blocks but [first, last)."""
     assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
     for i, block in enumerate(blocks):
@@ -222,7 +234,10 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
 
 
 def slices_difference(
-    whole: VisionTower, cuts: Sequence[int], images: Tensor, grids: Grids = ()
+    whole: VisionTower,
+    cuts: Sequence[int],
+    images: Tensor,
+    grids: Grids = (),
 ) -> float:
     """Largest difference between features by slices with borders `cuts` and by the whole encoder;
     never NaN.

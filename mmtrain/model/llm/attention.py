@@ -108,7 +108,11 @@ class NoPadding(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+        cls,
+        function: Any,
+        types: Any,
+        arguments: Any = (),
+        options: Any = None,
     ) -> Any:
         if function in (torch.all, Tensor.all):
             return torch.tensor(True)
@@ -294,7 +298,11 @@ def attend_by_document(
     `packed_attention`.
     """
     attend = functools.partial(
-        _attend, window=documents.window, scale=scale, softcap=softcap, sinks=sinks
+        _attend,
+        window=documents.window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
     )
     lengths = {end - begin for _, begin, _, end in documents.runs}
     if len(lengths) == 1 and documents.offsets is not None:
@@ -379,7 +387,12 @@ def _attend(
     return (weights @ v).transpose(1, 2)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    queries: int,
+    keys: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
     """Make a mask (queries, keys) of the tokens that each of a document's last tokens sees."""
     i = torch.arange(keys - queries, keys, device=device)[:, None]
     j = torch.arange(keys, device=device)
@@ -443,13 +456,21 @@ def attend_flash(
     if causal:
         after = 0
     out = flash_varlen_attn(
-        q, k, v, *sequences, scale=scale, window_size=(before, after), **options
+        q,
+        k,
+        v,
+        *sequences,
+        scale=scale,
+        window_size=(before, after),
+        **options,
     )
     return out.unflatten(0, query.shape[::2])[..., :value_width]
 
 
 def _sequences(
-    documents: Documents, length: int, device: torch.device
+    documents: Documents,
+    length: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return a sequence with its own keys for each run: places of keys, offsets of queries and
     keys, longest of both.
@@ -577,7 +598,11 @@ def _reason_against_flash(
 @functools.cache
 @torch.enable_grad()
 def flash_agrees(
-    grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device | str
+    grouped: bool,
+    width: int,
+    windowed: bool,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> bool:
     """Whether flash attention gives what attention by document gives in fp32, within rounding.
 
@@ -624,7 +649,11 @@ def flash_agrees(
 
 
 def _trial_states(
-    documents: Documents, heads: int, width: int, peak: float, generator: torch.Generator
+    documents: Documents,
+    heads: int,
+    width: int,
+    peak: float,
+    generator: torch.Generator,
 ) -> list[Tensor]:
     """Draw query, key, value and upstream gradient (1, H, L, D), with scores of up to `peak`.
 
@@ -682,7 +711,11 @@ def images_attention(
 
 @functools.cache
 @torch.enable_grad()
-def flash_takes_images(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def flash_takes_images(
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Whether flash attention within images is right on this GPU, by result and gradients, for
     heads of `width`.
     """

@@ -42,7 +42,12 @@ class Bookend(nn.Module):
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Any, ...]:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor | tuple[Any, ...]:
         self.handed_out = hidden_states
         if self.hand_in is not None:
             hidden_states = self.hand_in
@@ -56,7 +61,12 @@ class AbsentEmbedding(nn.Module):
     away.
     """
 
-    def forward(self, given: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        given: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
         # a zero of the host would be copied, and the host would wait
         return torch.zeros((), device=given.device)
 
@@ -93,7 +103,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def absent_modules(
-    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
 ) -> dict[nn.Module, nn.Module]:
     """Map every module that a slice of decoder layers [first, last) does not hold to what takes its
     place.
@@ -132,6 +147,10 @@ def holds_layer_0(first: int, last: int) -> bool:
     return first == 0 and last > 0
 
 
-def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
+def replace(
+    model: nn.Module,
+    module: nn.Module,
+    replacement: nn.Module,
+) -> None:
     name = next(name for name, child in model.named_modules() if child is module)
     model.set_submodule(name, replacement)

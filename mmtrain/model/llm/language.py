@@ -82,7 +82,12 @@ class _PassThrough(nn.Module):
         super().__init__()
         copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _HeadInput:
+    def forward(
+        self,
+        *_: Any,
+        inputs_embeds: Tensor,
+        **__: Any,
+    ) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
 
 
@@ -157,7 +162,12 @@ class DecoderLayers(nn.Module):
             return hidden
         return self._run(hidden, position_ids)
 
-    def forward_rows(self, hidden: Tensor, position_ids: Tensor, places: Tensor) -> Tensor:
+    def forward_rows(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        places: Tensor,
+    ) -> Tensor:
         """With the head: `forward`'s result for some tokens alone, (S, D).
 
         `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other
@@ -233,7 +243,12 @@ class DecoderLayers(nn.Module):
             "stage 0 holds the layers behind which DeepStack adds"
         )
 
-        def hook(added: Tensor, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        def hook(
+            added: Tensor,
+            _: nn.Module,
+            __: Any,
+            output: Tensor,
+        ) -> Tensor:
             return output.flatten(0, 1).index_add(0, places, added).view_as(output)
 
         hooks = []
@@ -376,7 +391,12 @@ def load_decoder_layers(
 class _Weights:
     """A causal LM's folder, of which parts are loaded by themselves."""
 
-    def __init__(self, path: str, dtype: torch.dtype, mrope: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        mrope: bool,
+    ) -> None:
         self._path = path
         self._dtype = dtype
         folder = model_folder(path)
@@ -397,14 +417,24 @@ class _Weights:
                 f"{planned}. Write num_hidden_layers into config.json"
             )
 
-    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+    def load(
+        self,
+        layers: range,
+        *,
+        embedding: bool,
+        head: bool,
+    ) -> PreTrainedModel:
         """Load the model with these decoder layers alone, on the CPU, and the ends that are asked
         for.
         """
         stock = self._stock
         first, last = layers.start, layers.stop
 
-        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        def build(
+            model: PreTrainedModel,
+            *arguments: Any,
+            **options: Any,
+        ) -> None:
             stock.__init__(model, *arguments, **options)
             drop_tower(model)
             absent = absent_modules(model, first, last, embedding=embedding, head=head)
@@ -434,7 +464,9 @@ class _Weights:
         tensors = open_tensors({name: self._files[name] for name in filter(wanted, self._files)})
         # The name and module of the stock class: transformers finds its conversions by them.
         part_class = type(
-            stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__}
+            stock.__name__,
+            (stock,),
+            {"__init__": build, "__module__": stock.__module__},
         )
         with quiet():
             model, report = part_class.from_pretrained(
@@ -501,7 +533,9 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
             else:
                 config = AutoConfig.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=False,
                 )
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
@@ -557,7 +591,10 @@ def drop_tower(model: PreTrainedModel) -> None:
                 model.set_submodule(f"{outer}.{name}", nn.Identity())
 
 
-def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:
+def config_from(
+    kind: type[PreTrainedConfig],
+    config_json: Mapping[str, Any],
+) -> PreTrainedConfig:
     """Make transformers' config from a config.json in memory, which spells infinity {"__float__":
     "Infinity"}.
     """

@@ -143,7 +143,11 @@ def _zeros(width: int, rows: Tensor) -> Tensor:
     return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
-def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
+def map_tokens(
+    value: Any,
+    of_all: tuple[int, int],
+    change: Callable[[Any], Any],
+) -> Any:
     """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an
     argument of a layer.
     """
@@ -168,7 +172,13 @@ class _Cache:
     def __init__(self, *keys_and_values: Tensor) -> None:
         self._keys_and_values = keys_and_values
 
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, ...]:
         if not self._keys_and_values:
             raise _CacheReached(key, value)
         return self._keys_and_values

@@ -96,7 +96,11 @@ def supervised_loss_sum(
     if not (torch.is_grad_enabled() and (rows.requires_grad or trainable)):
         return loss_sum_and_predictions(rows, targets, logits_of, vocab_size)[0]
     return _SupervisedLossSum.apply(
-        rows, targets, logits_of, _rows_per_chunk(vocab_size), *trainable
+        rows,
+        targets,
+        logits_of,
+        _rows_per_chunk(vocab_size),
+        *trainable,
     )
 
 

@@ -65,7 +65,11 @@ class Sequences:
     borders: dict[str, Tensor]
 
     @classmethod
-    def of_positions(cls, position_ids: Tensor, device: torch.device | str) -> Sequences:
+    def of_positions(
+        cls,
+        position_ids: Tensor,
+        device: torch.device | str,
+    ) -> Sequences:
         """Find the documents where `position_ids` (B, L) do not go on, and at the beginning of each
         row.
         """
@@ -115,7 +119,11 @@ def recomputing_on_documents(forward: Forward) -> Forward:
     documents in backward.
     """
 
-    def run(sequences: Sequences | None, *arguments: Any, **options: Any) -> Any:
+    def run(
+        sequences: Sequences | None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
         with running_on(sequences):
             return forward(*arguments, **options)
 
@@ -152,7 +160,11 @@ class ByDocument:
         results = []
         for length, places in sequences.groups:
 
-            def chosen(tokens: Tensor, length: int = length, places: Tensor = places) -> Tensor:
+            def chosen(
+                tokens: Tensor,
+                length: int = length,
+                places: Tensor = places,
+            ) -> Tensor:
                 if sequences.inverse is not None:
                     tokens = tokens.index_select(0, places)
                 return tokens.unflatten(0, (-1, length))
@@ -164,7 +176,11 @@ class ByDocument:
             joined = torch.cat(hidden).index_select(0, sequences.inverse)
         return _like(results[0], joined.unflatten(0, sequences.shape))
 
-    def _in_one_call(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+    def _in_one_call(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
         result = self._run(call, sequences, lambda tokens: tokens[None], **sequences.borders)
         return _like(result, _states(result)[0].unflatten(0, sequences.shape))
 

@@ -103,7 +103,11 @@ class _Trial:
 
 
 def measure_differences(
-    config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0, streams: bool = False
+    config: PreTrainedConfig,
+    cut_points: Sequence[int],
+    *,
+    seed: int = 0,
+    streams: bool = False,
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
@@ -177,6 +181,9 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     return _largest_difference(ours, expected)
 
 
-def _largest_difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _largest_difference(
+    ours: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> float:
     ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
     return float(torch.stack(ratios).max())

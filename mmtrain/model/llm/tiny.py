@@ -181,7 +181,10 @@ def _shrink_sizes(tiny: PreTrainedConfig) -> None:
         tiny.topk_group = 1
 
 
-def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
+def _trim_rope(
+    parameters: dict[str, Any],
+    partial: float | None,
+) -> dict[str, Any]:
     """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them
     per layer type.
     """
@@ -243,7 +246,10 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     # not the GPUs' generators: callers restore the CPU's alone
     torch.default_generator.manual_seed(seed)
     model = made_by.from_config(
-        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+        tiny,
+        dtype=torch.float32,
+        attn_implementation=None,
+        trust_remote_code=False,
     )
     drop_tower(model)
     randomise(model.eval().requires_grad_(False), seed)

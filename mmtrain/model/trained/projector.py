@@ -89,7 +89,12 @@ class Swiglu(nn.Module):
 class Gated(nn.Module):
     """down_proj(SiLU(gate_proj(x)) * up_proj(x)): (N, T, W) -> (N, T, D)."""
 
-    def __init__(self, inputs: int, inner: int, outputs: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        inner: int,
+        outputs: int,
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(inputs, inner, bias=False)
         self.up_proj = nn.Linear(inputs, inner, bias=False)
@@ -143,7 +148,10 @@ class Projector(nn.Module):
         return torch.cat(outputs, dim=-1)
 
 
-def _module(number: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
+def _module(
+    number: int,
+    operation: connectors.Operation,
+) -> tuple[str, nn.Module]:
     match operation:
         case connectors.Shuffle(factor, feature_first):
             return f"shuffle_{number}", PixelShuffle(factor, feature_first)
@@ -163,7 +171,10 @@ def _module(number: int, operation: connectors.Operation) -> tuple[str, nn.Modul
             return name, Gated(inputs, inner, outputs)
 
 
-def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
+def make_projector(
+    operations: Sequence[connectors.Operation],
+    seed: int,
+) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and
     0.
 
@@ -234,7 +245,10 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     return tensors
 
 
-def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dict[str, Tensor]:
+def read_projector(
+    path: str,
+    operations: Sequence[connectors.Operation],
+) -> dict[str, Tensor]:
     """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
     A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of

@@ -92,7 +92,10 @@ class ProjectorFiles:
     is_part: bool = False
 
 
-def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
+def find_projector(
+    path: str,
+    later: frozenset[Path] = frozenset(),
+) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
     Raises UserError for a path that is not in the table above, for damaged files, for another kind
@@ -122,7 +125,10 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
-def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+def local_names(
+    disk_names: Iterable[str],
+    source: str | Path,
+) -> dict[str, str]:
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
@@ -150,7 +156,9 @@ def as_matrix(shape: Sequence[int]) -> Shape:
 
 
 def refuse_unfit(
-    shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path
+    shapes: Mapping[str, Shape],
+    operations: Sequence[Operation],
+    source: str | Path,
 ) -> None:
     """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline
     may be lacking.
@@ -234,7 +242,10 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
-def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
+def _in_checkpoint(
+    checkpoint: StepFolder,
+    later: frozenset[Path],
+) -> ProjectorFiles:
     file = checkpoint.tensors_file
     folder = checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
@@ -250,7 +261,10 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
-def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+def _projector_alone(
+    shapes: Mapping[str, Shape],
+    source: str | Path,
+) -> dict[str, Shape]:
     return {name: shapes[name] for name in local_names(shapes, source).values()}
 
 

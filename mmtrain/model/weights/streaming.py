@@ -150,12 +150,20 @@ class StreamedLayers:
             return nullcontext()
         return torch.cuda.use_mem_pool(self._pool, self.source.device)
 
-    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(
+        self,
+        number: int,
+        forward: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Wrap a layer's forward so that the layer is whole for it and for its backward."""
         return functools.partial(self._forward, number, forward)
 
     def _forward(
-        self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any
+        self,
+        number: int,
+        forward: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         self._use(number)
         output = forward(*arguments, **options)

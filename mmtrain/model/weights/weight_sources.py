@@ -51,7 +51,10 @@ class PeerSource(Source):
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return dist.all_gather_into_tensor(
-            layer.buffer, layer.kept, group=self._group, async_op=True
+            layer.buffer,
+            layer.kept,
+            group=self._group,
+            async_op=True,
         ).wait
 
 
@@ -65,7 +68,11 @@ class HostSource(Source):
 
     name = "host"
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(device)
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
@@ -187,7 +194,11 @@ class QuantisedSource(Source):
 
     is_exact = False
 
-    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
+    def __init__(
+        self,
+        quantisation: Quantisation,
+        device: torch.device,
+    ) -> None:
         import bitsandbytes.functional  # an extra, and it takes a second
 
         super().__init__(device)
