@@ -281,7 +281,12 @@ class ChainLink:
         if tiles > 0:
             vision = self._stage.vision
             shape = vision.hidden_shape if self._rank else vision.feature_shape
-            room = torch.empty(tiles, *shape, dtype=vision.dtype, device=self._device)
+            room = torch.empty(
+                tiles,
+                *shape,
+                dtype=vision.dtype,
+                device=self._device,
+            )
             self._channels.post_receive(x, [room])
 
     def take(self, microbatch: int) -> Encoded:

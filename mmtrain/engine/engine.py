@@ -114,7 +114,13 @@ class FrozenPipelineEngine:
             warms_up = self.device.type == "cuda"
         if warms_up:
             batch = expected_batch(config, models)
-            warm_up(batch, self.stages, self.weights, plan.first_trainable_stage, self.device)
+            warm_up(
+                batch,
+                self.stages,
+                self.weights,
+                plan.first_trainable_stage,
+                self.device,
+            )
         self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
         self._connect(first, timeout_seconds)
         self._begin(None, trains=True)
@@ -295,7 +301,11 @@ class FrozenPipelineEngine:
 
     def _receive_activation(self, x: Instruction) -> None:
         integers = torch.empty((self._integer_rows, *self._shape[:2]), dtype=torch.int64)
-        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        hidden = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [integers, hidden])
 
     def _forward(self, x: Instruction) -> None:
@@ -352,7 +362,11 @@ class FrozenPipelineEngine:
             self._output[key] = get_gradient_edge(hidden)
 
     def _receive_gradient(self, x: Instruction) -> None:
-        gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        gradient = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [gradient])
 
     def _backward(self, x: Instruction) -> None:

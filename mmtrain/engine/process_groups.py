@@ -99,4 +99,9 @@ def channel_group(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER  # torch warns where the group's timeout differs
     options.config.max_ctas = MAX_CTAS
-    return dist.new_group(sorted(ranks), timeout=NEVER, backend="nccl", pg_options=options)
+    return dist.new_group(
+        sorted(ranks),
+        timeout=NEVER,
+        backend="nccl",
+        pg_options=options,
+    )

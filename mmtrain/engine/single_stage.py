@@ -48,7 +48,12 @@ def expected_batch(
 
     # each document: the image, then text, whose last tokens are supervised
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
+    input_ids = torch.randint(
+        0,
+        models.llm.vocab_size,
+        (packs, length),
+        generator=generator,
+    )
     labels = torch.full((packs, length), IGNORE)
     for begin in range(0, per_pack * document_tokens, document_tokens):
         last = begin + document_tokens - 1  # predicts nothing
@@ -61,7 +66,13 @@ def expected_batch(
         tilings = (tiling,) * documents
         size = models.vision.image_size
         shape = tiling.tiles * documents, 3, size, size
-        tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        tiles = torch.randint(
+            0,
+            256,
+            shape,
+            dtype=torch.uint8,
+            generator=generator,
+        )
 
     batch = PackedBatch(
         input_ids,
@@ -115,15 +126,28 @@ class SingleStage:
         self.input_gradient = input_gradient
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
-        self.input = torch.randn(shape, dtype=module.dtype, device=device)
+        self.input = torch.randn(
+            shape,
+            dtype=module.dtype,
+            device=device,
+        )
         self.upstream: Tensor | None = None
         if not module.language.has_head:
-            self.upstream = torch.randn(shape, dtype=module.dtype, device=device)
+            self.upstream = torch.randn(
+                shape,
+                dtype=module.dtype,
+                device=device,
+            )
 
         vision = module.vision
 
         def made_up(shape: Sequence[int]) -> Tensor:
-            return torch.randn(len(batch.tiles), *shape, dtype=vision.dtype, device=device)
+            return torch.randn(
+                len(batch.tiles),
+                *shape,
+                dtype=vision.dtype,
+                device=device,
+            )
 
         self._taken: PackedBatch | Tensor | None = None
         if module.projector is not None:
@@ -222,5 +246,9 @@ def warm_up(
         # allocating page-locked memory also waits for the device: have twice as much
         for value in vars(host).values():
             if isinstance(value, Tensor):
-                torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
+                torch.empty(
+                    2 * value.nbytes,
+                    dtype=torch.uint8,
+                    pin_memory=True,
+                )
         torch.cuda.synchronize(device)

@@ -69,7 +69,11 @@ class RankSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._all = torch.zeros(len(Statistics._fields), dtype=torch.float64, device=device)
+        self._all = torch.zeros(
+            len(Statistics._fields),
+            dtype=torch.float64,
+            device=device,
+        )
 
     def add(self, **values: torch.Tensor | float) -> None:
         for name, value in values.items():

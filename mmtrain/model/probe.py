@@ -80,7 +80,14 @@ def probe(
     if record.is_file():
         return
     tried = f"{path}: {family} cannot be staged and packed"
-    staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
+    staged, packed = _differences(
+        "llm",
+        folder,
+        how,
+        mrope,
+        *cut_points,
+        tried=tried,
+    )
     refuse_differences(family, staged, packed)
     result = {
         "family": family,
@@ -141,7 +148,12 @@ def probe_encoder(models: Models) -> None:
     if record.is_file():
         return
     try:
-        (difference,) = _differences("encoder", chosen.name, *settings, tried=fault)
+        (difference,) = _differences(
+            "encoder",
+            chosen.name,
+            *settings,
+            tried=fault,
+        )
     except _ChildError as error:
         raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
@@ -277,7 +289,13 @@ def _measure_encoder(
     tower = made_up_encoder(name, DTYPES[dtype], has_norm, BLOCKS, shape)
     generator = torch.Generator().manual_seed(0)
     tiles = sum(rows * columns for rows, columns in GRIDS)
-    images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)
+    images = torch.randn(
+        tiles,
+        3,
+        tower.image_size,
+        tower.image_size,
+        generator=generator,
+    )
     return (max(slices_difference(tower, cuts, images, GRIDS) for cuts in CUTS),)
 
 

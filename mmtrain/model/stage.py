@@ -186,7 +186,13 @@ class Stage(nn.Module):
             record_backends() as self.attention,
             refusing_unused(language.model, canonical_name),
         ):
-            hidden = torch.zeros(1, 8, language.hidden_size, dtype=self.dtype, device=device)
+            hidden = torch.zeros(
+                1,
+                8,
+                language.hidden_size,
+                dtype=self.dtype,
+                device=device,
+            )
             language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()

@@ -52,7 +52,12 @@ class _Positions(nn.Module):
 class _Patches(nn.Module):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.proj = nn.Conv2d(
+            3,
+            config.hidden_size,
+            config.patch_size,
+            stride=config.patch_size,
+        )
         self.pos_emb = _Positions(config)
 
     def forward(self, pixel_values: Tensor, grids: list[list[int]]) -> Tensor:
@@ -103,7 +108,14 @@ class _Block(nn.Module):
         turned = (_turned(query, *rotation), _turned(key, *rotation), value)
         heads = [part.transpose(0, 1)[None] for part in turned]
         if self.config._attn_implementation == IMAGES_FLASH:
-            attended, _ = images_attention(self, *heads, None, scale, borders, longest)
+            attended, _ = images_attention(
+                self,
+                *heads,
+                None,
+                scale,
+                borders,
+                longest,
+            )
         else:
             lengths = borders.diff().tolist()
             images = zip(*(part.split(lengths, 2) for part in heads), strict=True)
@@ -154,7 +166,13 @@ class MoonViTModel(PreTrainedModel):
     ) -> BaseModelOutput:
         """Encode images of grids (N, 3) on the host; `position_ids` (P, 2) are rows and columns."""
         width = self.config.hidden_size // self.config.num_attention_heads
-        steps = torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32)
+        steps = torch.arange(
+            0,
+            width,
+            4,
+            device=pixel_values.device,
+            dtype=torch.float32,
+        )
         frequencies = steps / width
         # column, then row
         angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]

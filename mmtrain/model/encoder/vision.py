@@ -98,7 +98,11 @@ def timm_model(name: str, held: Blocks | None = None) -> nn.Module | None:
     with foreign_files(f"model.vision.name: {name}"):
         # On the CPU, not on meta: EVA's and dinov3's rotary tables are in no checkpoint, the
         # constructor makes them.
-        model = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+        model = timm.create_model(
+            architecture,
+            pretrained=True,
+            pretrained_cfg_overlay=overlay,
+        )
     if held is not None:
         drop_other_blocks(block_list(model), *held)
     return model
@@ -383,10 +387,18 @@ def made_up_encoder(
             options = config_json["model_args"] or {}
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            published = timm.create_model(architecture, pretrained=False, **options)
+            published = timm.create_model(
+                architecture,
+                pretrained=False,
+                **options,
+            )
         pixels = MADE_UP_PATCHES * square(published.patch_embed.patch_size, "patches", name)
         options = {**options, "depth": depth, "img_size": pixels}
-        model = timm.create_model(architecture, pretrained=False, **options)
+        model = timm.create_model(
+            architecture,
+            pretrained=False,
+            **options,
+        )
     randomise(model, seed=0)
     return _cut_timm(model, name, -1, dtype, final_norm, None)
 

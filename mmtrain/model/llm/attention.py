@@ -630,7 +630,13 @@ def flash_agrees(
     # Scores around 14 show a wrong result best; but they leave a gradient of differences that bf16
     # does not hold.
     for peak, with_gradients in ((14.0, False), (3.0, True)):
-        *states, upstream = _trial_states(documents, 4 if grouped else 2, width, peak, generator)
+        *states, upstream = _trial_states(
+            documents,
+            4 if grouped else 2,
+            width,
+            peak,
+            generator,
+        )
         inputs = [one.to(dtype).requires_grad_() for one in states]
         exact = [one.detach().float().requires_grad_() for one in inputs]
         upstream = upstream.transpose(1, 2)
@@ -723,7 +729,11 @@ def flash_takes_images(
     if device.type != "cuda" or not is_half or width % 8 or width > WIDEST_FLASH_HEAD:
         return False
     generator = torch.Generator(device).manual_seed(0)
-    offsets = torch.tensor((0, 13, 14, 61), dtype=torch.int32, device=device)
+    offsets = torch.tensor(
+        (0, 13, 14, 61),
+        dtype=torch.int32,
+        device=device,
+    )
     shape = (1, 2, 61, width)
     states = [torch.randn(shape, generator=generator, device=device) for _ in range(4)]
     upstream = states.pop().transpose(1, 2)

@@ -208,7 +208,11 @@ class DecoderLayers(nn.Module):
                 embeddings = hidden.detach()
             # Told that nothing is padding, transformers does not look for documents, and the host
             # waits for no answer.
-            no_padding = torch.ones(documents.shape, dtype=torch.bool, device=device)
+            no_padding = torch.ones(
+                documents.shape,
+                dtype=torch.bool,
+                device=device,
+            )
             sequences = Sequences.of_positions(documents, device) if self._has_mixers else None
             with document_positions(documents), running_on(sequences):
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
@@ -331,7 +335,13 @@ def slice_of(
     """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes
     all of them.
     """
-    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    absent = absent_modules(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+    )
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
     with quiet():  # about the tower, which was dropped
@@ -339,7 +349,14 @@ def slice_of(
     if streamed is not None:
         for i in range(first, last):
             streamed.take(i, decoder_layers(part)[i])
-    return DecoderLayers(part, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        part,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 def load_decoder_layers(
@@ -374,7 +391,11 @@ def load_decoder_layers(
     layers = decoder_layers(model)
     for i in range(first, last):
         if i not in at_once:
-            part = weights.load(range(i, i + 1), embedding=False, head=False)
+            part = weights.load(
+                range(i, i + 1),
+                embedding=False,
+                head=False,
+            )
             layers[i] = decoder_layers(part)[i]
             for module in layers[i].modules():
                 if "config" in vars(module):  # one for the whole model, as the stock model has it
@@ -385,7 +406,14 @@ def load_decoder_layers(
     model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
-    return DecoderLayers(model, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 class _Weights:
@@ -437,7 +465,13 @@ class _Weights:
         ) -> None:
             stock.__init__(model, *arguments, **options)
             drop_tower(model)
-            absent = absent_modules(model, first, last, embedding=embedding, head=head)
+            absent = absent_modules(
+                model,
+                first,
+                last,
+                embedding=embedding,
+                head=head,
+            )
             for module, replacement in absent.items():
                 replace(model, module, replacement)
             _initialise_present_layers(model)

@@ -38,7 +38,12 @@ def recomputing(forward: Forward) -> Forward:
     """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in
     eval mode.
     """
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    return functools.partial(
+        checkpoint,
+        forward,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 class Rows:

@@ -181,7 +181,12 @@ class ByDocument:
         call: inspect.BoundArguments,
         sequences: Sequences,
     ) -> Any:
-        result = self._run(call, sequences, lambda tokens: tokens[None], **sequences.borders)
+        result = self._run(
+            call,
+            sequences,
+            lambda tokens: tokens[None],
+            **sequences.borders,
+        )
         return _like(result, _states(result)[0].unflatten(0, sequences.shape))
 
     def _run(
@@ -224,8 +229,16 @@ class ByDocument:
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
         shape = (1, sum(_TRIED), hidden.shape[-1])
-        inputs = torch.randn(shape, generator=generator, device=hidden.device)
-        upstream = torch.randn(shape, generator=generator, device=hidden.device)
+        inputs = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
+        )
+        upstream = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
+        )
         inputs = inputs.to(hidden.dtype).requires_grad_()
         positions = torch.cat([torch.arange(length) for length in _TRIED])[None]
         sequences = Sequences.of_positions(positions, hidden.device)

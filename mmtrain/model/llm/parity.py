@@ -159,7 +159,13 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     layers = model.config.get_text_config().num_hidden_layers
     if mixers_of(decoder_layers(model)[-1]):
         return math.inf  # their results depend on all tokens before
-    part = slice_of(model, layers - 1, layers, embedding=False, head=True)
+    part = slice_of(
+        model,
+        layers - 1,
+        layers,
+        embedding=False,
+        head=True,
+    )
     rows = []
     for lengths in (DOCUMENTS, DOCUMENTS[::-1]):
         rows.append(torch.cat([torch.arange(length) for length in lengths]))

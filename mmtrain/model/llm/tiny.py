@@ -235,7 +235,11 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     if is_mrope_class(tiny):
         tiny.vision_config.num_hidden_layers = 1
     with torch.device("meta"):
-        hollow = made_by.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+        hollow = made_by.from_config(
+            tiny,
+            attn_implementation=None,
+            trust_remote_code=False,
+        )
     drop_tower(hollow)
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:

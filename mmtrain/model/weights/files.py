@@ -68,7 +68,12 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
             zipped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         # guesses about files that are refused in a moment
         with warnings.catch_warnings(action="ignore"):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=zipped,
+            )
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     except Exception as error:

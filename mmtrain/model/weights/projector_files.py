@@ -176,7 +176,13 @@ def refuse_unfit(
         blocks = {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
         for kind in CONNECTORS:
             section = ProjectorSection(type=kind)
-            other = connector(section, 1, 2, NEWLINE in shapes, deepstack=len(blocks))
+            other = connector(
+                section,
+                1,
+                2,
+                NEWLINE in shapes,
+                deepstack=len(blocks),
+            )
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. "

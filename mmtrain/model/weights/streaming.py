@@ -101,7 +101,11 @@ class StreamedLayer:
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
         with room():
-            self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+            self.buffer = torch.empty(
+                self.bytes,
+                dtype=torch.uint8,
+                device=source.device,
+            )
         for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
             home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())

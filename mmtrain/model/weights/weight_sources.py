@@ -216,7 +216,11 @@ class QuantisedSource(Source):
         weight = parameter.detach()
         block = BLOCK[self.quantisation]
         if self.quantisation == "nf4":
-            made = self._library.quantize_4bit(weight, blocksize=block, quant_type="nf4")
+            made = self._library.quantize_4bit(
+                weight,
+                blocksize=block,
+                quant_type="nf4",
+            )
         else:
             made = self._library.quantize_blockwise(weight, blocksize=block)
         return Codes(*made)
