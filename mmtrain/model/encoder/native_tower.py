@@ -76,9 +76,17 @@ class NativeTower(VisionTower):
         native = family.native
         assert native is not None
         side = shape.image_size // shape.patch_size
-        features = functools.partial(_features, native, side, family.class_token is not None)
-        sizes = shape.width, shape.image_size, shape.patch_size, shape.prefix_tokens
-        super().__init__(model, features, *sizes, family.published, **options)
+        has_class_token = family.class_token is not None
+        super().__init__(
+            model,
+            functools.partial(_features, native, side, has_class_token),
+            shape.width,
+            shape.image_size,
+            shape.patch_size,
+            shape.prefix_tokens,
+            family.published,
+            **options,
+        )
         self.factor = side // shape.merge
         # patches that the merger has not joined stay in blocks
         self.block = 1 if shape.merge > 1 else native.block
@@ -166,31 +174,33 @@ def _features(
     order.
     """
     if native.patches == "picture":
-        pictures = torch.stack([picture(*one) for one in zip(cells, grids, strict=True)])
-        told = (
-            {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
-        )
+        pictures = torch.stack(list(map(picture, cells, grids)))
+        told = {}
+        if not has_class_token:
+            told["image_sizes"] = [tuple(pictures.shape[2:])] * len(pictures)
         return model(pictures, **told).last_hidden_state[:, int(has_class_token) :]
-    rows = [
-        patch_rows(one, grid, side, native.block, native.patches)
-        for one, grid in zip(cells, grids, strict=True)
-    ]
-    sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
-    if native.images == "equal":  # no mask: one of ones would choose another attention kernel
-        return model(
-            torch.stack(rows),
-            pixel_attention_mask=None,
-            spatial_shapes=sizes,
-        ).last_hidden_state
+
+    rows = []
+    for one, grid in zip(cells, grids, strict=True):
+        rows.append(patch_rows(one, grid, side, native.block, native.patches))
+    sizes = torch.tensor(grids) * side
+    if native.images == "equal":
+        # no mask: one of ones would choose another attention kernel
+        output = model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes)
+        return output.last_hidden_state
+
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
-    tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
+    tables = _tables(model, native.block, sizes, cells[0])
+    patches = torch.cat(rows)
     if native.block > 1:
         output = model(patches, grid_thw=sizes, **tables)
         if not output.get("deepstack_features"):
             return output.pooler_output
         # before mergers: rows of block^2 patches
-        parts = output.pooler_output, *output.deepstack_features
-        return torch.cat([part.view(len(patches), -1) for part in parts], dim=-1)
+        parts = []
+        for part in (output.pooler_output, *output.deepstack_features):
+            parts.append(part.view(len(patches), -1))
+        return torch.cat(parts, dim=-1)
     if isinstance(model, VideoLlama3VisionModel):
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
     elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
@@ -210,7 +220,8 @@ def _tables(
     Flash attention takes all images in one call; without it the forward splits by borders, which
     stay on the host.
     """
-    config, device = model.config, like.device
+    config = model.config
+    device = like.device
     width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is the LLM's
     is_flash = flash_takes_images(width // config.num_attention_heads, like.dtype, device)
     config._attn_implementation = IMAGES_FLASH if is_flash else "sdpa"
@@ -226,13 +237,14 @@ def _tables(
         tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
-        how = stem.interpolation_mode, stem.interpolation_align_corners, block
         made = vision_utils.get_vision_interpolation_indices_and_weights(
             sizes,
             stem.num_grid_per_side,
-            *how,
+            stem.interpolation_mode,
+            stem.interpolation_align_corners,
+            block,
         )
-        tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
+        tables["interp_indices"], tables["interp_weights"] = made
     told = {name: copied(table, device) for name, table in tables.items()}
     for name, border in borders.items():
         told[f"cu_{name}"] = copied(border, device) if is_flash else border

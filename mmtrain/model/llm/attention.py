@@ -442,7 +442,7 @@ def attend_flash(
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
 
-    q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+    q, k, v = map(_end_to_end, (query, key, value))
     if documents.offsets is None:
         places, *sequences = _sequences(documents, key.shape[2], query.device)
         k = k[places]
@@ -465,6 +465,11 @@ def attend_flash(
         **options,
     )
     return out.unflatten(0, query.shape[::2])[..., :value_width]
+
+
+def _end_to_end(states: Tensor) -> Tensor:
+    """Lay rows end to end, (B, H, L, D) to (B * L, H, D)."""
+    return states.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _sequences(
