@@ -108,7 +108,7 @@ class RankAudit:
         """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the
         layer is whole.
         """
-        for name, tensor in {**self.frozen, **self.masters}.items():
+        for name, tensor in (*self.frozen.items(), *self.masters.items()):
             if name not in self._in_files:
                 yield name, tensor, fingerprint(tensor)
         for number in self._layers:

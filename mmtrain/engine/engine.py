@@ -31,7 +31,7 @@ from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import expected_batch, warm_up
-from mmtrain.engine.statistics import RankSums, Slot, Statistics, StepResult
+from mmtrain.engine.statistics import COUNTS, RankSums, Slot, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
@@ -425,17 +425,11 @@ class FrozenPipelineEngine:
         lr = rates.pop(REST)
         self._result = StepResult(
             step=self.step_index,
-            epoch=int(sums.epoch),
             loss=loss,
             grad_norm=norm,
             lr=lr,
             lr_groups=rates,
-            samples=int(sums.samples),
-            images=int(sums.images),
-            tiles=int(sums.tiles),
-            tokens=int(sums.tokens),
-            supervised_tokens=int(sums.supervised_tokens),
-            quarantined=int(sums.quarantined),
+            **{name: int(getattr(sums, name)) for name in COUNTS},
             no_update=no_update,
             ranks=self._rank_seconds,
         )

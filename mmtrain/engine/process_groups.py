@@ -95,12 +95,12 @@ def channel_group(
     order.
     """
     if device.type != "cuda":
-        return dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_seconds))
+        return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER  # torch warns where the group's timeout differs
     options.config.max_ctas = MAX_CTAS
     return dist.new_group(
-        sorted(ranks),
+        ranks,
         timeout=NEVER,
         backend="nccl",
         pg_options=options,

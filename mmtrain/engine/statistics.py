@@ -11,6 +11,16 @@ import torch.distributed as dist
 
 from mmtrain.engine.step_clock import RankSeconds
 
+# fields of a StepResult that are whole sums
+COUNTS = (
+    "epoch",
+    "samples",
+    "images",
+    "tiles",
+    "tokens",
+    "supervised_tokens",
+    "quarantined",
+)
 Slot = tuple[int, int]  # stage or replica, and micro-batch of the step
 
 

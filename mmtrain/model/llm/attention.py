@@ -279,7 +279,7 @@ def packed_attention(
         extras.append("sinks")
     reason = _reason_against_flash(query, key, value, attention_mask, extras)
     if reason is None:
-        note_backend(Backend("attention", "flash", None, slow=False))
+        note_backend(Backend("attention", "flash"))
         return attend_flash(query, key, value, attention_mask, scaling), None
     note_backend(Backend("attention", "document", reason, slow=query.is_cuda))
     return attend_by_document(query, key, value, attention_mask, scaling, softcap, s_aux), None
@@ -505,8 +505,8 @@ class Backend(NamedTuple):
 
     layers: str  # "attention" or "recurrent layers"
     kernel: str  # one of _KERNELS
-    reason: str | None  # why it is not one call
-    slow: bool  # a GPU does not do what it could
+    reason: str | None = None  # why it is not one call
+    slow: bool = False  # a GPU does not do what it could
 
 
 _KERNELS = {

@@ -212,11 +212,10 @@ class ByDocument:
     def _choose(self, hidden: Tensor) -> Backend:
         layers = "recurrent layers"
         if not hidden.is_cuda:
-            reason = "kernels that take borders need a GPU"
-            return Backend(layers, "document", reason, slow=False)
+            return Backend(layers, "document", "kernels that take borders need a GPU")
         reason = self.reason_against_kernels(hidden)
         if reason is None:
-            return Backend(layers, "library", None, slow=False)
+            return Backend(layers, "library")
         return Backend(layers, "document", reason, slow=True)
 
     @torch.enable_grad()

@@ -123,9 +123,10 @@ class Projector(nn.Module):
             elif isinstance(operation, connectors.Newline):
                 self.image_newline = nn.Parameter(torch.empty(operation.width))
             else:
-                name, module = _module(number, operation)
+                module = _module(operation)
+                kind = type(operation).__name__.lower()
                 self._branches[-1].append(module)
-                self._add(name, module)
+                self._add(getattr(operation, "name", f"{kind}_{number}"), module)
 
     def _add(self, name: str, module: nn.Module) -> None:
         owner = self
@@ -148,27 +149,24 @@ class Projector(nn.Module):
         return torch.cat(outputs, dim=-1)
 
 
-def _module(
-    number: int,
-    operation: connectors.Operation,
-) -> tuple[str, nn.Module]:
+def _module(operation: connectors.Operation) -> nn.Module:
     match operation:
         case connectors.Shuffle(factor, feature_first):
-            return f"shuffle_{number}", PixelShuffle(factor, feature_first)
+            return PixelShuffle(factor, feature_first)
         case connectors.Pool(factor):
-            return f"pool_{number}", MeanPool(factor)
-        case connectors.LayerNorm(name, width, eps):
-            return name, nn.LayerNorm(width, eps=eps)
-        case connectors.RmsNorm(name, width, eps):
-            return name, nn.RMSNorm(width, eps=eps)
-        case connectors.Linear(name, inputs, outputs, has_bias):
-            return name, nn.Linear(inputs, outputs, bias=has_bias)
+            return MeanPool(factor)
+        case connectors.LayerNorm(_, width, eps):
+            return nn.LayerNorm(width, eps=eps)
+        case connectors.RmsNorm(_, width, eps):
+            return nn.RMSNorm(width, eps=eps)
+        case connectors.Linear(_, inputs, outputs, has_bias):
+            return nn.Linear(inputs, outputs, bias=has_bias)
         case connectors.Gelu():
-            return f"gelu_{number}", nn.GELU()
+            return nn.GELU()
         case connectors.Swiglu():
-            return f"swiglu_{number}", Swiglu()
-        case connectors.Gated(name, inputs, inner, outputs):
-            return name, Gated(inputs, inner, outputs)
+            return Swiglu()
+        case connectors.Gated(_, inputs, inner, outputs):
+            return Gated(inputs, inner, outputs)
 
 
 def make_projector(

@@ -79,12 +79,9 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
     except Exception as error:
         # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
         raise _refusal(file, error) from None
-    more = UserError(f"{file}: holds more than named tensors. Give a state dict")
-    if not isinstance(content, dict):
-        raise more
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise more
+    pairs = content.items() if isinstance(content, dict) else [(None, content)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
+        raise UserError(f"{file}: holds more than named tensors. Give a state dict")
     return _alone(content, file)
 
 
