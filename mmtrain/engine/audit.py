@@ -38,7 +38,7 @@ IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class AuditError(RuntimeError):
-    """A run's tensors are not as the plan says; the message names rank and tensor."""
+    """Raised where a run's tensors are not as its plan says; the message names rank and tensor."""
 
 
 class RankAudit:

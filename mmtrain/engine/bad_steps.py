@@ -1,5 +1,4 @@
-"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in
-words.
+"""Report a step with a loss or gradient that is NaN or infinite, as a record and in words.
 
 Losses of micro-batches are known where the head is, keys of samples where data are read, gradients
 where something trains. Each rank reports its part; the reports of all ranks make one record, a line
@@ -39,7 +38,7 @@ def report_bad_step(
     keys: Mapping[Slot, tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words.
+    """Join the reports of all ranks; return them in words. Rank 0 appends the record to `file`.
     Collective.
 
     `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised

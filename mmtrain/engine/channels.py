@@ -59,8 +59,7 @@ class _Channel(NamedTuple):
 
 
 class Channels:
-    """All channels of one rank, on which it sends and receives as instructions say. Collective:
-    make it on every rank.
+    """The channels on which one rank sends and receives. Collective: make it on every rank.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step.
     Receives are posted ahead and taken later.
@@ -150,7 +149,7 @@ class Encoded(NamedTuple):
 
 
 class _Ahead:
-    """Micro-batches that are begun and not yet used, by their number in the step."""
+    """Micro-batches that have begun and are not yet used, by their number in the step."""
 
     def __init__(self) -> None:
         self.batches: dict[int, PackedBatch] = {}  # rank 0
@@ -230,7 +229,7 @@ class ChainLink:
             self._of_training = self._now.after(microbatches)
 
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
-        """Take a micro-batch that rank 0 has read; None: there is none."""
+        """Take a micro-batch that rank 0 has read, or None at the end of the data."""
         tiles = NO_DATA
         grids = ()
         if batch is not None:
@@ -273,7 +272,7 @@ class ChainLink:
             self._channels.send(x, [made.contiguous()])
 
     def receive(self, x: Instruction) -> None:
-        """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
+        """Post the receive of this rank's input: of its slice, or of stage 0's FORWARD."""
         while x.microbatch not in self._now.tiles:
             self._read_count()
             self._waited()

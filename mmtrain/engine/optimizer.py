@@ -34,8 +34,8 @@ class NoOpOptimizer(torch.optim.SGD):
 
 
 class MasterWeights:
-    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them,
-    checkpoints hold them.
+    """fp32 masters of the trained weights, `by_name`, with their `optimizer`. They collect
+    gradients and go into checkpoints.
 
     bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added
     to its master's in fp32, and after an update a parameter stored in bf16 becomes its master,

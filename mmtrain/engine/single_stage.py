@@ -97,7 +97,7 @@ def _in_pack(
     documents: int,
     length: int,
 ) -> Tensor:
-    """Repeat a document's positions (..., T) for each document of a pack, and count in its rest."""
+    """Repeat a document's positions (..., T) for each document of a pack, and number its padding."""
     repeats = [1] * (positions.ndim - 1)
     filled = positions.repeat(*repeats, documents)
     rest = torch.arange(length - filled.shape[-1]).expand(*positions.shape[:-1], -1)
@@ -207,8 +207,8 @@ def warm_up(
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Run everything of a step once on this rank, on the batch `host`: its stages, a prediction,
-    one update of throwaway weights.
+    """Run each kind of work once on this rank, on the batch `host`: stages, a prediction, an update
+    of throwaway weights.
 
     A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all
     work of the device, also for messages posted ahead, whose sender may wait for this very rank. So

@@ -26,7 +26,7 @@ Slot = tuple[int, int]  # stage or replica, and micro-batch of the step
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step, equal on every rank but for `ranks`: where each global rank's time went,
+    """The result of a training step, equal on every rank but for `ranks`, each global rank's times
     by this rank's clock.
 
     `loss` and `grad_norm` may be NaN or infinite in a step that was left out for it.

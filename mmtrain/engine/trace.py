@@ -49,8 +49,8 @@ WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION) | {
 
 
 class Interval(NamedTuple):
-    """A rank's work from `begin` to `end`, in seconds of its own clock; without an instruction it
-    waited for its sends.
+    """A rank's work from `begin` to `end`, in seconds of its clock. Without instruction it waited
+    for sends.
     """
 
     work: Work

@@ -30,8 +30,8 @@ LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
 class Utilization:
-    """Follows a run's steps. The first one, which pays for warm-up, counts in the summary only if
-    it is alone.
+    """The utilisation of a run's steps. The first, which pays for warm-up, counts in the summary
+    only if it is alone.
     """
 
     def __init__(self, config: RunConfig, device: Device) -> None:
@@ -90,8 +90,7 @@ class Utilization:
         return text
 
     def _needed_flops(self, step: StepResult) -> float:
-        """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing
-        wasted counts as work.
+        """Return the FLOPs that the step needs at least (see `minimal_flops`).
 
         All documents count as equally long, so where lengths differ attention counts for less than
         it takes.
@@ -111,7 +110,7 @@ class Utilization:
         return float(minimal_flops(self._models, self._trainable, work).total)
 
     def _share(self, flops: float, windows: list[float]) -> float | None:
-        """Share of what all ranks could have computed in the longest window."""
+        """Return the share of the FLOPs that all ranks could have computed in the longest window."""
         if self._peak_flops is None or max(windows) <= 0:
             return None
         return flops / (max(windows) * len(windows) * self._peak_flops)

@@ -1,4 +1,5 @@
-"""Before a run: does this model, cut and packed as planned, compute what the stock model computes?
+"""Try before a run whether a model, cut and packed as planned, computes what the stock model
+computes.
 
 LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds-->
     recorded, or refused
@@ -202,7 +203,7 @@ def _remember(record: Path, result: dict[str, Any]) -> None:
 
 
 class _ChildError(UserError):
-    """The child brought no result."""
+    """Raised where the child brought no result."""
 
 
 def _differences(*arguments: object, tried: str) -> tuple[float, ...]:

@@ -143,7 +143,7 @@ class Stage(nn.Module):
         batch: PackedBatch,
         features: Tensor | None = None,
     ) -> Tensor:
-        """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) ->
+        """Embed a micro-batch on stage 0 with the features of its tiles (None: `encode` them) ->
         hidden (B, L, D).
         """
         if self.projector is None:
@@ -205,7 +205,7 @@ class Stage(nn.Module):
                 vision(torch.zeros(1, 3, size, size, device=device), ((1, 1),))
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
+        """Run the decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
 
         `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss`
         and `predict` too.
@@ -218,8 +218,8 @@ class Stage(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats,
-        supervised tokens).
+        """Return loss sum in nats and supervised tokens of the last stage's input (B, L, D); labels
+        are (B, L).
         """
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
@@ -238,8 +238,8 @@ class Stage(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised
-        positions, row-major).
+        """Return loss sum and arg max (S,) at the supervised positions, row-major; on the last
+        stage, without gradients.
         """
         rows, targets = self._supervised(hidden, position_ids, labels)
         return loss_sum_and_predictions(
@@ -255,7 +255,9 @@ class Stage(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        """Return normed hidden states (S, D) and targets (S,) of the supervised tokens, on the
+        device.
+        """
         places = supervised_places(labels)
         rows = self.language.forward_rows(hidden, position_ids, places)
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
@@ -271,8 +273,7 @@ def arranged(
     newline: Tensor,
     tilings: Sequence[Tiling],
 ) -> Tensor:
-    """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images
-    become.
+    """Arrange the embeddings (N, P, D) of tiles as the positions (M, D) of their images.
 
     Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by
     `newline` (D,). Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
@@ -321,8 +322,8 @@ def fuse(
 
 
 class _Put(torch.autograd.Function):
-    """`index_copy` into dimension 0, which itself would keep the rows until backward for their
-    shape alone.
+    """`index_copy` into dimension 0 that does not keep the rows until backward, as torch's does for
+    their shape.
     """
 
     @staticmethod

@@ -28,8 +28,8 @@ from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
 
 
 class Unmerged(nn.Module):
-    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in
-    a row.
+    """A stand-in for an encoder's merger that leaves the features (P, W) as they are, `joined` in a
+    row.
     """
 
     def __init__(self, joined: int) -> None:
@@ -46,8 +46,8 @@ def on_its_device(
     _: nn.Module,
     taken: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
-    patch's image.
+    """Hook: move the arguments of GLM-4.1V's embeddings to the hidden states' device, where they
+    are needed.
     """
     device = taken[0].device
     moved = []
@@ -59,8 +59,8 @@ def on_its_device(
 
 
 class NativeTower(VisionTower):
-    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the
-    encoder's order.
+    """Blocks [first, last) of an encoder for any size. Hidden states are (N, patches of a cell, W),
+    in its order.
     """
 
     needs_grids = True
@@ -152,9 +152,7 @@ def _in_cells(
     factor: int,
     block: int,
 ) -> Tensor:
-    """Bring features (P, W) of one picture from the order of `patch_rows` into cells (N, factor^2,
-    W), row by row in each.
-    """
+    """Bring a picture's features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
     rows, columns = grid
     blocks = factor // block
     apart = features.reshape(rows, blocks, columns, blocks, block, block, -1)
@@ -170,7 +168,7 @@ def _features(
     cells: Sequence[Tensor],
     grids: Grids,
 ) -> Tensor:
-    """Run a stock encoder on pictures: their features, one after another, in the encoder's
+    """Run a stock encoder on pictures; return their features one after another, in the encoder's
     order.
     """
     if native.patches == "picture":
@@ -214,8 +212,7 @@ def _tables(
     sizes: Tensor,
     like: Tensor,
 ) -> dict[str, Any]:
-    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
-    no call waits.
+    """Make the stock forward's tables for grids `sizes` (N, 3) on the host, so that no call waits.
 
     Flash attention takes all images in one call; without it the forward splits by borders, which
     stay on the host.

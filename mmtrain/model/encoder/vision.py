@@ -447,7 +447,7 @@ def _open_held(
     entries: Mapping[str, Entry],
     held: Blocks | None,
 ) -> dict[str, Any]:
-    """Open the encoder's tensors lazily, of blocks those in `held` alone."""
+    """Open the encoder's tensors lazily, but for blocks outside `held`."""
     wanted = {}
     for name, entry in entries.items():
         block = ENCODER_BLOCK.match(f"vision.{name}")

@@ -107,8 +107,8 @@ class VisionTower(nn.Module):
         return f"vision.{self.published(name)}"
 
     def forward(self, taken: Tensor, grids: Grids = ()) -> Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or
-        hidden states.
+        """Encode normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), into features
+        or hidden states.
 
         `grids` of pictures count for a `NativeTower` alone.
         """
@@ -239,8 +239,8 @@ def slices_difference(
     images: Tensor,
     grids: Grids = (),
 ) -> float:
-    """Largest difference between features by slices with borders `cuts` and by the whole encoder;
-    never NaN.
+    """Return the largest difference between features by slices with borders `cuts` and by the whole
+    encoder; never NaN.
     """
     expected = whole.in_groups(images, grids=grids)
     taken = images

@@ -60,7 +60,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """A mask in another form: the runs of tokens that attend, each to its own document.
+    """Runs of tokens and the documents that they see; passed in the place of an attention mask.
 
     Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, which lie
     end to end, and see their document, which begins at `begin`, as far as themselves. Keys and
@@ -102,7 +102,7 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
 
 class NoPadding(Tensor):
-    """An attention mask (B, L) of true that answers on the host whether all of it is true, as
+    """An attention mask (B, L) of true that says on the host that all of it is true, when
     transformers asks.
     """
 
@@ -128,7 +128,7 @@ _KEEP_TRUE = frozenset({Tensor.to, Tensor.__getitem__, Tensor.contiguous})
 
 @contextmanager
 def document_positions(position_ids: Tensor) -> Iterator[None]:
-    """Within this context a model's masks also end where `position_ids` (B, L) restart.
+    """Let a model's masks, within this context, also end where `position_ids` (B, L) restart.
 
     gpt_oss, afmoe and opt do not pass those to their masks. With position_ids on the host, no call
     waits.
@@ -218,8 +218,8 @@ def _joined(
 
 
 def _looked_up(mask_function: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors in the closure of a function of transformers' masking_utils, or of one that it is
-    made of.
+    """Yield the tensors in the closure of a mask function of transformers, and in those that it
+    calls.
     """
     for cell in getattr(mask_function, "__closure__", None) or ():
         content = cell.cell_contents
@@ -247,7 +247,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents; transformers calls this in every attention layer
+    """Attend causally within documents; transformers calls this in every attention layer
     (AttentionInterface).
 
     `query` (B, H, L, D), `key` (B, K, L, D), `value` (B, K, L, E) with H a multiple of K; `softcap`
@@ -351,7 +351,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
+    """Attend with one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
 
     Soft caps and sinks (gemma2, gpt_oss) cost the (B, H, m, n) scores: 1 GB in fp32 for 4,096
     tokens and 16 heads.
@@ -477,8 +477,8 @@ def _sequences(
     length: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Return a sequence with its own keys for each run: places of keys, offsets of queries and
-    keys, longest of both.
+    """Make a sequence with its own keys for each run. Returns places of keys, offsets and lengths
+    of queries and keys.
     """
     places = []
     queries = []
@@ -566,12 +566,11 @@ def _reason_against_flash(
     documents: Documents,
     extras: Sequence[str],
 ) -> str | None:
-    """Tell why flash attention does not take these tensors, or is wrong on this GPU; None if it is
-    right. `extras` names what else is asked for.
+    """Tell why flash attention cannot be used for these tensors on this GPU; None if it can.
 
-    The first call for heads of one kind compares it with attention by document, which in a layer
-    that is recomputed would end in torch's CheckpointError. So a stage runs once when it is built
-    (`Stage.try_out`).
+    `extras` names what else is asked for. The first call for heads of one kind compares it with
+    attention by document, which in a layer that is recomputed would end in torch's CheckpointError.
+    So a stage runs once when it is built (`Stage.try_out`).
     """
     width = query.shape[-1]
     dtype = str(query.dtype).removeprefix("torch.")

@@ -25,8 +25,8 @@ from mmtrain.facts.families import canonical_name
 
 
 class Bookend(nn.Module):
-    """In the place of a layer or block that another rank holds: passes on, hands in or hands out
-    hidden states.
+    """A stand-in for a layer or block of another rank: passes on, hands in or hands out hidden
+    states.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -57,7 +57,7 @@ class Bookend(nn.Module):
 
 
 class AbsentEmbedding(nn.Module):
-    """In the place of learned position embeddings behind decoder layer 0, where their sum is thrown
+    """A stand-in for learned position embeddings behind decoder layer 0, where their sum is thrown
     away.
     """
 

@@ -76,7 +76,7 @@ class _HeadInput(MoeModelOutputWithPast):
 
 
 class _PassThrough(nn.Module):
-    """In the place of the decoder: of the causal LM the head remains."""
+    """A stand-in for the decoder, with which a causal LM runs its head alone."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class DecoderLayers(nn.Module):
         self.eval()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and
-        its scale if any.
+        """Embed token ids (B, L) int64 -> (B, L, D), with the stock model's embedding and its
+        scale, if any.
 
         The scale is one that the stock forward applies to token ids alone, not to `inputs_embeds`.
         """
@@ -150,8 +150,8 @@ class DecoderLayers(nn.Module):
         return embeddings
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has
-        the head.
+        """Run hidden states (B, L, D) through the slice's decoder layers, and the final norm if it
+        has the head.
 
         `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they
         are on the CPU. For M-RoPE they are (4, B, L): grid positions (3, B, L) stand behind them. A
@@ -168,7 +168,7 @@ class DecoderLayers(nn.Module):
         position_ids: Tensor,
         places: Tensor,
     ) -> Tensor:
-        """With the head: `forward`'s result for some tokens alone, (S, D).
+        """Return `forward`'s result for some tokens alone, (S, D); for slices with the head.
 
         `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other
         tokens skip the final norm and, after `narrow_last_layer`, most of the last decoder layer.
@@ -261,7 +261,7 @@ class DecoderLayers(nn.Module):
         return hooks
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft
+        """Map normed hidden states (N, D) to logits (N, V), with the family's own scaling and soft
         cap.
         """
         assert self.has_head, "this slice has no head"
@@ -417,7 +417,7 @@ def load_decoder_layers(
 
 
 class _Weights:
-    """A causal LM's folder, of which parts are loaded by themselves."""
+    """The weights in a causal LM's folder, loaded part by part."""
 
     def __init__(
         self,
@@ -617,7 +617,7 @@ def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def drop_tower(model: PreTrainedModel) -> None:
-    """Leave nothing of a multimodal model but its LLM."""
+    """Remove everything of a multimodal model but its LLM."""
     if is_mrope_class(model.config):
         outer, _, decoder = decoder_path(model)[0].rpartition(".")
         for name, _ in list(model.get_submodule(outer).named_children()):

@@ -56,7 +56,7 @@ class Rows:
         self.on_host = places.cpu()
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """(B, L, ...) -> (1, S, ...), on the tensor's device."""
+        """Select the tokens of (B, L, ...) as (1, S, ...), on the tensor's device."""
         places = self.places
         if tensor.device != places.device:
             places = self.on_host
@@ -129,7 +129,7 @@ def run_on_rows(
 
 @contextlib.contextmanager
 def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context linear layers whose results are not used give zeros, without a matrix
+    """Let linear layers with unused results give zeros within this context, without a matrix
     product.
     """
     linear = []
@@ -153,8 +153,8 @@ def map_tokens(
     of_all: tuple[int, int],
     change: Callable[[Any], Any],
 ) -> Any:
-    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an
-    argument of a layer.
+    """Apply `change` to Documents and to each tensor for all tokens (B, L), `of_all`, in a layer's
+    argument.
     """
     if isinstance(value, Documents):
         return change(value)

@@ -74,7 +74,9 @@ class _SupervisedLossSum(torch.autograd.Function):
 
 
 def supervised_places(labels: Tensor) -> Tensor:
-    """Places (S,) int64, over rows laid end to end, where `labels` (B, L) are not IGNORE."""
+    """Return the places (S,) int64, over rows laid end to end, where `labels` (B, L) are not
+    IGNORE.
+    """
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
@@ -85,7 +87,7 @@ def supervised_loss_sum(
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> Tensor:
-    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even
+    """Sum the cross entropy of supervised tokens, in nats, 0-dimensional; part of the graph even
     when S is 0.
 
     `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of`
@@ -110,7 +112,7 @@ def loss_sum_and_predictions(
     logits_of: LogitsOf,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in
+    """Return the loss sum without gradients, and the logits' arg max, (S,) int64; arguments as in
     `supervised_loss_sum`.
     """
     chunk = _rows_per_chunk(vocab_size)
@@ -124,7 +126,7 @@ def loss_sum_and_predictions(
 
 
 def count_answers(labels: Tensor, predicted: Tensor) -> Tensor:
-    """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
+    """Count a prediction's correct tokens, answers and exact answers, (3,) float64.
 
     `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any
     device. An answer is a run of supervised positions in a row. Those of two documents never merge:
@@ -149,5 +151,5 @@ def _rows_per_chunk(vocab_size: int) -> int:
 
 
 def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum and arg max of a chunk, whose logits end with this function."""
+    """Return loss sum and arg max of a chunk; its logits are freed when this returns."""
     return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

@@ -1,5 +1,4 @@
-"""Recurrent layers in packs: what mixes along the sequence and is not attention runs document by
-document.
+"""Recurrent layers in packs: modules that mix tokens without attention run document by document.
 
     hidden (B, L, D) of packed rows --documents of one length--> (n, length, D) --stock mixer-->
         results --> (B, L, D)
@@ -106,7 +105,7 @@ _SEQUENCES: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 @contextmanager
 def running_on(sequences: Sequences | None) -> Iterator[None]:
-    """Within this context mixers keep these documents apart."""
+    """Let mixers keep these documents apart within this context."""
     token = _SEQUENCES.set(sequences)
     try:
         yield

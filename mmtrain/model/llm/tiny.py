@@ -1,5 +1,5 @@
-"""A tiny model of the same family: a real config at full depth with small widths, and weights that
-make faults visible.
+"""Tiny models of a family: a real config at full depth with small widths, and weights that show
+faults.
 
 config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide
     --randomise--> a test model

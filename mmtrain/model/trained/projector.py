@@ -42,8 +42,8 @@ PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
-    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T
-    / f^2, f^2 W).
+    """Join `factor` x `factor` patches of a square grid, row by row: (N, T, W) -> (N, T / f^2, f^2
+    W).
     """
 
     def __init__(self, factor: int, feature_first: bool = False) -> None:
@@ -62,9 +62,7 @@ class PixelShuffle(nn.Module):
 
 
 class MeanPool(nn.Module):
-    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T /
-    f^2, D).
-    """
+    """Average `factor` x `factor` positions of a square grid: (N, T, D) -> (N, T / f^2, D)."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class MeanPool(nn.Module):
 
 
 class Swiglu(nn.Module):
-    """The first half of the features, times SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
+    """Multiply the first half of the features by SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
 
     def forward(self, features: Tensor) -> Tensor:
         values, gates = features.chunk(2, dim=-1)

@@ -57,8 +57,8 @@ def open_tensors(entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 
 def read_pickled(file: Path) -> dict[str, Tensor]:
-    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU;
-    nothing in it is executed.
+    """Read a torch.save file's named tensors, each alone in its storage, on the CPU; nothing in it
+    is executed.
 
     Raises UserError for a file that is missing, damaged, or anything but a dictionary of plain
     tensors.

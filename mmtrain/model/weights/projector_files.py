@@ -147,8 +147,8 @@ def local_names(
 
 
 def as_matrix(shape: Sequence[int]) -> Shape:
-    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
-    matrix (D, 4 W) here.
+    """Return a tensor's shape in a connector, where GLM's convolution (D, W, 2, 2) is a matrix (D,
+    4 W).
     """
     if len(shape) <= 2:
         return tuple(shape)
@@ -209,8 +209,8 @@ def refuse_unfit(
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does
-    not fit `run`.
+    """Raise UserError, before a rank starts, for a `model.projector.init_from` that is missing or
+    does not fit `run`.
     """
     path = config.model.projector.init_from
     if path is None:
@@ -275,7 +275,9 @@ def _projector_alone(
 
 
 def _local_name(name: str) -> str | None:
-    """Name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep theirs."""
+    """Return the name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep
+    theirs.
+    """
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None

@@ -59,7 +59,7 @@ class Source:
 
 
 class SideStream:
-    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them
+    """A GPU's stream on which buffers are filled beside computing; on a CPU the caller fills them
     itself.
     """
 
@@ -189,8 +189,8 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any
-        were not used.
+        """End the list, or a use without one, and release all layers. Raises RuntimeError for uses
+        that are left.
         """
         unused = list(self._uses or ())
         self._uses = None

@@ -31,7 +31,7 @@ HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
 class PeerSource(Source):
-    """Each rank of a process group keeps an equal part of every layer, on its device."""
+    """A store on devices: each rank of a process group keeps an equal part of every layer."""
 
     name = "peers"
 
@@ -59,8 +59,8 @@ class PeerSource(Source):
 
 
 class HostSource(Source):
-    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on
-    one machine.
+    """A store in host memory of all bytes of every layer, one for all ranks of `group` on a
+    machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None:
     this rank alone.
@@ -84,8 +84,8 @@ class HostSource(Source):
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
     def keep(self, layer: StreamedLayer) -> Tensor:
-        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
-        it.
+        """Copy the layer to the host. Raises UserError for too little memory, or a driver that
+        cannot lock it.
         """
         if self._group is None:
             kept = _filled(_memory_file(layer.bytes), layer)
@@ -177,8 +177,8 @@ def _mapped(process: int, file: int, size: int) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without
-    that, itself.
+    """A kept parameter: codes (uint8) with bitsandbytes' `state`, or the parameter itself without
+    one.
     """
 
     codes: Tensor
@@ -186,8 +186,8 @@ class Codes(NamedTuple):
 
 
 class QuantisedSource(Source):
-    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the
-    LLM's type.
+    """A store of a rank's layers in fewer bits on its device; a fetch dequantises, to the LLM's
+    type.
 
     No module is exchanged, so that whatever a family does with a weight works, fused experts too.
     """
