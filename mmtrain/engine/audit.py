@@ -266,7 +266,10 @@ class RankAudit:
         return 0 < state["exp_avg_sq"].max().sqrt() < limit
 
 
-def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
+def _combined(
+    fingerprints: Mapping[str, str],
+    names: Collection[str],
+) -> str:
     return _digest(f"{name} {fingerprints[name]}" for name in sorted(names))
 
 

@@ -113,7 +113,11 @@ class Channels:
         channel = self._channels[self._message(x).channel]
         self._sends += zip(channel.post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, x: Instruction, tensors: list[Tensor]) -> None:
+    def post_receive(
+        self,
+        x: Instruction,
+        tensors: list[Tensor],
+    ) -> None:
         channel = self._channels[self._message(x).channel]
         self._awaited[x] = channel.post(dist.irecv, tensors), tensors
 

@@ -234,7 +234,11 @@ class FrozenPipelineEngine:
         self.predicted = {}
         self.clock.begin()
 
-    def _run_schedule(self, schedule: Schedule, microbatches: int) -> None:
+    def _run_schedule(
+        self,
+        schedule: Schedule,
+        microbatches: int,
+    ) -> None:
         """Run lists that use `microbatches`; a prelude uses none."""
         # the first one: something may still wait for the whole device
         if not self._posts_ahead[self.is_training]:
@@ -434,7 +438,11 @@ class FrozenPipelineEngine:
             ranks=self._rank_seconds,
         )
 
-    def _update(self, rates: Mapping[str, float], scale: float) -> None:
+    def _update(
+        self,
+        rates: Mapping[str, float],
+        scale: float,
+    ) -> None:
         """Scale the gradients, note which are not zero, and step with each group's rate."""
         for parameter in self.trainable.values():
             parameter.grad.mul_(scale)

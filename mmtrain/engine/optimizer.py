@@ -71,7 +71,11 @@ class MasterWeights:
             if replicas is not None:
                 dist.all_reduce(master.grad, group=replicas)
 
-    def squared_norm(self, replicas: int, device: torch.device) -> Tensor:
+    def squared_norm(
+        self,
+        replicas: int,
+        device: torch.device,
+    ) -> Tensor:
         """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the
         same gradient.
         """
@@ -137,7 +141,10 @@ class MasterWeights:
         self.write_back()
 
 
-def _hand_over_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+def _hand_over_gradient(
+    master: nn.Parameter,
+    parameter: Tensor,
+) -> None:
     gradient = parameter.grad.to(torch.float32)
     if master.grad is None:
         master.grad = gradient

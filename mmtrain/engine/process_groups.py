@@ -26,7 +26,10 @@ MAX_CTAS = 8
 NEVER = timedelta(days=365)
 
 
-def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+def join_process_group(
+    device: torch.device,
+    timeout_seconds: int,
+) -> None:
     """Join the job described by the launcher's environment, as the default group, on this rank's
     device.
     """

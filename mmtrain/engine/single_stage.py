@@ -42,9 +42,8 @@ def expected_batch(
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
     documents = packs * per_pack
-    supervised = max(
-        1, round(workload(config.train, config.data, models.layout).supervised / documents)
-    )
+    expected = workload(config.train, config.data, models.layout)
+    supervised = max(1, round(expected.supervised / documents))
 
     # each document: the image, then text, whose last tokens are supervised
     generator = torch.Generator().manual_seed(seed)

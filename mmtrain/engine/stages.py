@@ -90,7 +90,10 @@ def trains_whole_projector(models: Models) -> bool:
     return all(matches_any(parameter.name, section.trainable) for parameter in parameters)
 
 
-def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:
+def refuse_short_device_memory(
+    rank: RankPlan,
+    device: torch.device,
+) -> None:
     """Raise UserError where a GPU has less memory left than the plan still needs on it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -79,7 +79,11 @@ class StepClock:
     and `leave` after, when all go on.
     """
 
-    def __init__(self, device: torch.device, held_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        held_bytes: int = 0,
+    ) -> None:
         """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the
         heap grows by.
         """

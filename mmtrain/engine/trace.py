@@ -175,7 +175,10 @@ def _event(
     }
 
 
-def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
+def refuse_unfit_trace(
+    steps: int | None,
+    max_steps: int | None,
+) -> None:
     """Raise UserError where `--trace` asks for more steps than a run makes; None asks for
     nothing.
     """

@@ -109,7 +109,11 @@ class Utilization:
         )
         return float(minimal_flops(self._models, self._trainable, work).total)
 
-    def _share(self, flops: float, windows: list[float]) -> float | None:
+    def _share(
+        self,
+        flops: float,
+        windows: list[float],
+    ) -> float | None:
         """Return the share of the FLOPs that all ranks could have computed in the longest window."""
         if self._peak_flops is None or max(windows) <= 0:
             return None

@@ -60,7 +60,11 @@ class _Patches(nn.Module):
         )
         self.pos_emb = _Positions(config)
 
-    def forward(self, pixel_values: Tensor, grids: list[list[int]]) -> Tensor:
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grids: list[list[int]],
+    ) -> Tensor:
         patches = pixel_values.unflatten(1, self.proj.weight.shape[1:])
         return self.proj(patches).flatten(1) + self.pos_emb(grids)
 

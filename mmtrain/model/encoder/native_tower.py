@@ -93,7 +93,11 @@ class NativeTower(VisionTower):
         self.feature_shape = (self.factor**2, shape.feature_width)
         self.images = native.images
 
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+    def groups(
+        self,
+        tiles: int,
+        grids: Grids,
+    ) -> list[tuple[int, Grids]]:
         """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
         assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
         groups = []

@@ -75,7 +75,10 @@ def load_vision(
     return _load_hf(name, select_layer, dtype, final_norm, shape, blocks).to(device)
 
 
-def timm_model(name: str, held: Blocks | None = None) -> nn.Module | None:
+def timm_model(
+    name: str,
+    held: Blocks | None = None,
+) -> nn.Module | None:
     """Load a timm encoder as published, with bookends for all blocks but `held`; None for one of
     transformers.
 

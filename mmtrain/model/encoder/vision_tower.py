@@ -177,7 +177,11 @@ class VisionTower(nn.Module):
         """Return received hidden states in the shape of those that the stem `made`."""
         return hidden
 
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+    def groups(
+        self,
+        tiles: int,
+        grids: Grids,
+    ) -> list[tuple[int, Grids]]:
         """Split `tiles` into those of each call, with their pictures' grids."""
         at_once = tiles_per_call(self.patches_per_image)
         return [(min(at_once, tiles - begin), ()) for begin in range(0, tiles, at_once)]

@@ -544,7 +544,10 @@ def _initialise_present_layers(model: PreTrainedModel) -> None:
     decoder._init_weights = initialise
 
 
-def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
+def causal_config(
+    folder: Path,
+    mrope: bool = False,
+) -> PreTrainedConfig:
     """Read transformers' config of the causal LM in a folder. Raises UserError for a family that
     cannot be used.
 

@@ -63,7 +63,10 @@ class _SupervisedLossSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        upstream: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
         if row_gradient is not None:
             row_gradient = row_gradient * upstream.to(row_gradient.dtype)

@@ -155,7 +155,11 @@ class ByDocument:
             return self._in_one_call(call, sequences)
         return self._loop(call, sequences)
 
-    def _loop(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+    def _loop(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
         results = []
         for length, places in sequences.groups:
 

@@ -133,7 +133,8 @@ def measure_differences(
         )
     sliced = trial.run(trial.staged)
     return Differences(
-        _largest_difference(sliced, unsliced), _largest_difference(sliced, reference)
+        _largest_difference(sliced, unsliced),
+        _largest_difference(sliced, reference),
     )
 
 

@@ -142,9 +142,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 def _shrink_sizes(tiny: PreTrainedConfig) -> None:
     """Set heads, widths and limits of a config, each only where it has a number."""
 
-    def number(name: str) -> int:
+    def number(name: str) -> int | None:
         value = getattr(tiny, name, None)
-        return 0 if isinstance(value, bool) or not isinstance(value, int) else value
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     heads = next(filter(None, map(number, _QUERY_HEADS)), HEADS)
     for name in _KEY_HEADS:
@@ -160,23 +160,22 @@ def _shrink_sizes(tiny: PreTrainedConfig) -> None:
             value = getattr(tiny, name, None)
             if isinstance(value, (list, tuple)):
                 setattr(tiny, name, [size] * len(value))
-            elif isinstance(value, int) and not isinstance(value, bool):
+            elif number(name) is not None:
                 setattr(tiny, name, size)
-    if isinstance(
-        getattr(tiny, "qk_rope_head_dim", None), int
-    ):  # multi-head latent attention: deepseek
+    if number("qk_rope_head_dim") is not None:
+        # multi-head latent attention: deepseek
         tiny.qk_rope_head_dim = ROTARY_WIDTH
         for name, width in (("qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH), ("head_dim", ROTARY_WIDTH)):
-            if isinstance(getattr(tiny, name, None), int):
+            if number(name) is not None:
                 setattr(tiny, name, width)
     elif hasattr(tiny, "head_dim") and tiny.head_dim is None:
         tiny.head_dim = HEAD_WIDTH
 
     for names, limit in _LIMITS.items():
         for name in names:
-            if number(name) > limit:
+            if (number(name) or 0) > limit:
                 setattr(tiny, name, limit)
-    if number("n_group") > 1:
+    if (number("n_group") or 0) > 1:
         tiny.n_group = 2
         tiny.topk_group = 1
 
@@ -202,7 +201,10 @@ def _trim_rope(
     return trimmed
 
 
-def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
+def draw_scales(
+    config: PreTrainedConfig,
+    seed: int,
+) -> PreTrainedConfig:
     """Copy `config` with other scales and caps, so that none is 1, where it would not matter who
     applies it.
 

@@ -46,7 +46,11 @@ class PixelShuffle(nn.Module):
     W).
     """
 
-    def __init__(self, factor: int, feature_first: bool = False) -> None:
+    def __init__(
+        self,
+        factor: int,
+        feature_first: bool = False,
+    ) -> None:
         super().__init__()
         self.factor = factor
         self.feature_first = feature_first

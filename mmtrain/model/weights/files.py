@@ -85,7 +85,10 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
     return _alone(content, file)
 
 
-def _alone(content: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+def _alone(
+    content: Mapping[str, Tensor],
+    file: Path,
+) -> dict[str, Tensor]:
     """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
     tensors = {}

@@ -35,7 +35,11 @@ class PeerSource(Source):
 
     name = "peers"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         super().__init__(device)
         self._group = group
         self._rank = dist.get_rank(group)
