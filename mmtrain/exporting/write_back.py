@@ -28,7 +28,7 @@ from mmtrain.facts.model_files import foreign_files, read_json
 from mmtrain.facts.models import Models
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
 from mmtrain.stock.stock_class import StockClass
 
@@ -57,7 +57,7 @@ def write_back(
         content["dtype"] = dtype
         write_json(folder / "config.json", content)
 
-    tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
+    tensors = {name: stored(*entry) for name, entry in tensor_entries(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source, tensors).items():
         own = tensors[name]
