@@ -87,10 +87,6 @@ def runs(request) -> list[Run]:
     return list(made_up_runs(0, *request.param))
 
 
-def config_of(pipeline: int) -> RunConfig:
-    return load_config(CONFIG, [f"parallel.pipeline={pipeline}"])
-
-
 def lists(*ranks: str) -> Schedule:
     """`F0.1`: forward of stage 0, micro-batch 1; a and A send and receive what it makes, g and G
     its gradient.
@@ -189,16 +185,16 @@ def test_whatever_hangs_for_a_setting_is_refused_with_that_setting(runs):
             with pytest.raises(
                 UserError, match=rf"^{name}={value} in the environment: .* Unset it"
             ):
-                check_environment(config_of(pipeline), {name: value})
+                check_environment(pipeline, {name: value})
 
 
 def test_settings_that_cannot_hang_are_not_refused():
     for settings in ([], *SETTING.values()):
-        check_environment(config_of(1), dict(settings))
-    check_environment(config_of(4), dict(SETTING[Ordering.HOST_WAITS]))
+        check_environment(1, dict(settings))
+    check_environment(4, dict(SETTING[Ordering.HOST_WAITS]))
     for name, value in product(("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT"), ("0", "")):
-        check_environment(config_of(4), {name: value})
-    check_environment(config_of(4), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+        check_environment(4, {name: value})
+    check_environment(4, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
 @pytest.mark.parametrize(
