@@ -28,8 +28,8 @@ from mmtrain.facts.families import (
 )
 from mmtrain.facts.model_files import (
     find_model_folder,
-    generation_config,
-    read_json,
+    model_config,
+    optional_json,
     tensor_shapes,
 )
 from mmtrain.facts.models import Models
@@ -51,7 +51,11 @@ from mmtrain.stock.stock_folder import BOUNDS, StockFolder
 
 # what adapters are for: the LLM as it was published, or a whole model of its own
 Base = Literal["llm", "hf"]
-LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
+# projectors that LLaVA's own code builds, and its names of their modules
+LLAVA_CODE = {
+    "linear": {"linear_1": "model.mm_projector"},
+    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
+}
 # families whose embedding is not where the classes look for it
 _OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")
 
@@ -132,7 +136,7 @@ def whole_of(models: Models) -> StockClass | None:
     folder = find_model_folder(path)
     if folder is None:
         return None
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     stock = stock_class(content.get("model_type"))
     if stock is None or not stock.mrope or (vision is not None and vision.name != path):
         return None
@@ -228,7 +232,7 @@ def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
     if folder is None or (tensors := tensor_shapes(folder)) is None:
         return
     published_files(folder, is_whole=whole_of(models) is not None)
-    generation_config(folder)  # which an export reads
+    optional_json(folder, "generation_config.json")  # which an export reads
     family = llm_config(folder)["model_type"]
     names = full_names(family, llm_tensors(folder, tensors)).values()
     stored = {canonical_name(loaded_name(family, name)) for name in names}
@@ -252,12 +256,13 @@ def default_base(models: Models) -> Base:
     return "llm" if alone else "hf"
 
 
+# by values of --format, and for "safetensors" none
 _CHECKS = {
     "llava": refuse_llava_code,
     "hf": _refuse_unknown_class,
     "peft": _refuse_without_adapters,
     "peft --base llm": _refuse_more_than_adapters,
-}  # by --format
+}
 
 
 def formats_for(models: Models, trained: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -69,12 +69,15 @@ class ExportedEncoder:
     tensors: Mapping[str, Any]
     # `vision_feature_layer`; -1 is the last block's output, without the final norm
     feature_layer: int
-    # `vision_feature_select_strategy`: "default" drops the first token
-    select_strategy: Literal["default", "full"]
     image_size: int  # pixels a side
     patch_size: int  # pixels a side
     # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
     prefix_tokens: int
+
+    @property
+    def select_strategy(self) -> str:
+        """`vision_feature_select_strategy`: "default" drops the first token."""
+        return "default" if self.prefix_tokens else "full"
 
 
 def _stock(name: str) -> Any:

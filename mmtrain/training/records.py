@@ -159,7 +159,7 @@ class Recorder:
 
         `left_out` are damaged held-out samples, `counts` those of a resumed run.
         """
-        self.account = SampleLog(self._config, packed, readers, self._rank.folder, left_out, counts)
+        self.account = SampleLog(packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:

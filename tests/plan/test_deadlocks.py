@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +15,6 @@ from made_up_steps import chains, made_up_step
 from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.load import load_config
-from mmtrain.config.schema import RunConfig
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.schedule import (
@@ -31,7 +28,6 @@ from mmtrain.plan.schedule import (
 
 pytestmark = pytest.mark.slow
 
-CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
     Ordering.LAUNCH_ORDER: (
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
