@@ -1,6 +1,4 @@
-"""Idefics3, and SmolVLM, which computes the same: pixel shuffle and one linear layer, a square
-between texts.
-"""
+"""Idefics3 and SmolVLM: pixel shuffle and one linear layer, a square between texts."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ class Idefics3(StockClass):
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
-        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits
-        can say that.
+        """Refuse an encoder whose mean colour 8 bits can hold.
+
+        The model takes a square of zeros, which has that colour, for no image.
         """
         images = published_images(name)
         if images is not None and all((255 * channel).is_integer() for channel in images.mean):
@@ -66,14 +65,12 @@ class Idefics3(StockClass):
         return super().unfit_encoder(name, vision)
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        settings = {
-            key: value
-            for key, value in encoder.config.items()
-            if not key.startswith(("vision_", "project"))
-        }
+        config = encoder.config
+        own = [key for key in config if not key.startswith(("vision_", "project"))]
+        settings = {key: config[key] for key in own}
         tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
-        kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
-        return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
+        renamed = replace(encoder, config=settings, tensors=tensors)
+        return renamed.without("head.", model_type="idefics3_vision")
 
     def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
         return {"scale_factor": models.factor}
@@ -97,8 +94,7 @@ class Idefics3(StockClass):
         if folder.images.get("do_image_splitting", True):
             _log.info(
                 f"model.pretrained: {folder.path}: its processor cuts images into tiles "
-                "(do_image_splitting); mmtrain "
-                f"trains on one square of {folder.vision.image_size} pixels, and exports a "
-                "processor that makes one"
+                f"(do_image_splitting); mmtrain trains on one square of "
+                f"{folder.vision.image_size} pixels, and exports a processor that makes one"
             )
-        return {"factor": self.factor(folder, "scale_factor", folder.config.get("scale_factor", 2))}
+        return {"factor": self.factor(folder, "scale_factor")}

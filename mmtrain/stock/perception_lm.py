@@ -1,6 +1,4 @@
-"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder by its own names;
-one tile.
-"""
+"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder; one tile."""
 
 from __future__ import annotations
 
@@ -72,7 +70,8 @@ class PerceptionLM(StockClass):
         }
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
-        size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
+        size = (transform.image_size, transform.image_size)
+        by = transform.interpolation.upper()
         return f"picture = {ON_WHITE}.resize({size}, Image.Resampling.{by})"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -92,4 +91,4 @@ class PerceptionLM(StockClass):
             raise unfit(CONFIG, "vision_use_cls_token", uses_class, str(not uses_class))
         ratio = folder.config.get("projector_pooling_ratio", 1)
         factor = self.factor(folder, "projector_pooling_ratio", ratio)
-        return {"factor": factor, "type": "mlp2x_gelu" if factor is None else "mlp2x_gelu_pool"}
+        return {"factor": factor, "type": self.connectors[factor is None]}
