@@ -38,10 +38,10 @@ class Cost(NamedTuple):
     for_input: float = 0  # elements that are kept for the gradient of its input
 
 
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A step of a connector. A new one is a class here and its module in model/trained."""
 
-    __slots__ = ()
     key = ""  # of model.projector, that not all operations read
 
     def shapes(self) -> dict[str, Shape]:
