@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 
 COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says
@@ -187,7 +186,8 @@ class _Shown(logging.Handler):
 
     def __init__(self, show: Callable[[str], None], details: Callable[[str], None]) -> None:
         super().__init__()
-        self._show, self._details = show, details
+        self._show = show
+        self._details = details
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.INFO:
@@ -199,7 +199,8 @@ class _Shown(logging.Handler):
 def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
     """Send mmtrain's logs to `show` alone from now on, those below INFO to `details`."""
     logger = logging.getLogger("mmtrain")
-    logger.handlers, logger.propagate = [_Shown(show, details or show)], False
+    logger.handlers = [_Shown(show, details or show)]
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)
 
 
@@ -209,12 +210,15 @@ def logs_shown(
 ) -> Iterator[None]:
     """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
-    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    handlers = logger.handlers
+    propagate = logger.propagate
+    level = logger.level
     show_logs(show, details)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers = handlers
+        logger.propagate = propagate
         logger.setLevel(level)
 
 

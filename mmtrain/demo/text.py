@@ -82,7 +82,7 @@ def _ask(
 ) -> Turns:
     """Questions about one to three of `cells`, of any where there are none."""
     cells = cells or list(range(CELLS))
-    turns: list[tuple[str, str]] = []
+    turns = []
     for cell in draw.sample(cells, min(len(cells), draw.choice((1, 1, 2, 3)))):
         turns.append(("human", draw.choice(questions).format(PLACES[cell])))
         turns.append(("gpt", answer(cell).capitalize() + "."))

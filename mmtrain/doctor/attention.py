@@ -21,7 +21,11 @@ from mmtrain.model.llm.attention import (
 )
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
-TOKENS, DOCUMENTS, HEADS, KEY_HEADS, HEAD_WIDTH = 1024, 9, 8, 4, 64
+TOKENS = 1024
+DOCUMENTS = 9
+HEADS = 8
+KEY_HEADS = 4
+HEAD_WIDTH = 64
 
 
 def attention(folder: Path) -> str:
@@ -94,6 +98,7 @@ def _states(seed: int, device: torch.device, dtype: torch.dtype) -> list[torch.T
 
 def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference over the norm; infinite for NaN."""
-    ours, expected = ours.double().cpu(), expected.double().cpu()
+    ours = ours.double().cpu()
+    expected = expected.double().cpu()
     ratio = float((ours - expected).norm() / expected.norm())
     return float("inf") if math.isnan(ratio) else ratio

@@ -22,7 +22,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
 
@@ -39,7 +38,10 @@ class _Pipeline(PipelineEngine):
 
 
 def deepspeed_engine(
-    config: RunConfig, plan: Plan, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer
+    packs_per_microbatch: int,
+    plan: Plan,
+    stages: Mapping[int, Stage],
+    optimizer: torch.optim.Optimizer,
 ) -> PipelineEngine:
     """Return DeepSpeed's engine around one rank's stages. Collective: call it on every rank."""
     # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on
@@ -53,7 +55,7 @@ def deepspeed_engine(
     )
     module.eval()
     settings = {
-        "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
+        "train_micro_batch_size_per_gpu": packs_per_microbatch,
         "gradient_accumulation_steps": plan.microbatches_per_step,
         # the default, 1.0, is an IndexError on a rank without trainable parameters
         "gradient_clipping": 0.0,

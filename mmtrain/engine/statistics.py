@@ -86,6 +86,5 @@ class RankSums:
         both = torch.cat([self._all, readings.flatten().to(self._all.device)])
         dist.all_reduce(both)
         sums, of_ranks = both.cpu().split([len(self._all), readings.numel()])
-        return Statistics(*sums.tolist()), [
-            RankSeconds(*row) for row in of_ranks.view_as(readings).tolist()
-        ]
+        rows = of_ranks.view_as(readings).tolist()
+        return Statistics(*sums.tolist()), [RankSeconds(*row) for row in rows]

@@ -67,13 +67,13 @@ def language_for_export(
     with torch.device("meta"):
         model = stock(config)
     is_ignored = _ignored(model)
-    transposed = {
-        canonical_name(f"{name}.weight")
-        for name, one in model.named_modules()
-        if isinstance(one, Conv1D)
-    }
+    transposed = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            transposed.add(canonical_name(f"{name}.weight"))
+
     waiting = dict(trained)
-    tensors: dict[str, TensorSource] = {}
+    tensors = {}
     rows = 0
     for on_disk, place in files.items():
         name = names[on_disk]
@@ -81,24 +81,21 @@ def language_for_export(
             continue
         source = stored(*place)
         global_name = canonical_name(loaded_name(config.model_type, name))
-        if (replacement := waiting.pop(global_name, None)) is not None:
-            if replacement.shape != source.shape:
-                raise UserError(
-                    f"{global_name}: trained with shape {list(replacement.shape)}, "
-                    f"but {folder} has "
-                    f"{list(source.shape)}. Restore the model that the run was trained with"
-                )
-            source = replacement
-        source = take_merged(waiting, global_name, source, lora, global_name in transposed)
+        own = waiting.pop(global_name, source)
+        if own.shape != source.shape:
+            raise UserError(
+                f"{global_name}: trained with shape {list(own.shape)}, but {folder} has "
+                f"{list(source.shape)}. Restore the model that the run was trained with"
+            )
+        source = take_merged(waiting, global_name, own, lora, global_name in transposed)
         if global_name in ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
         tensors[around.language_name(name, stock.base_model_prefix)] = source
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
-    content = _text_config(
-        folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype
-    )
+    vocab_size = max(rows, rows_needed, config.get_text_config().vocab_size)
+    content = _text_config(folder, config, vocab_size, dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 
 
@@ -109,34 +106,36 @@ def take_merged(
     lora: LoraSection | None,
     transposed: bool,
 ) -> TensorSource:
-    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from
-    there.
+    """Return the weight `name` merged with its adapter, which is taken out of `waiting`, if there.
 
     transposed: the weight is (in, out). Raises UserError for an adapter of another shape.
     """
     layer = adapted_layer(name)
     if lora is None or layer + LORA_A not in waiting or layer + LORA_B not in waiting:
         return weight
-    first, second = waiting.pop(layer + LORA_A), waiting.pop(layer + LORA_B)
-    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    first = waiting.pop(layer + LORA_A)
+    second = waiting.pop(layer + LORA_B)
+    outputs, inputs = weight.shape
+    if transposed:
+        inputs, outputs = weight.shape
     if (first.shape, second.shape) != ((lora.r, inputs), (outputs, lora.r)):
         raise UserError(
             f"{layer}: its adapter was trained with shapes {list(first.shape)} and "
-            f"{list(second.shape)}, but its "
-            f"weight has {list(weight.shape)}. Restore the model that the run was trained with"
+            f"{list(second.shape)}, but its weight has {list(weight.shape)}. "
+            "Restore the model that the run was trained with"
         )
 
     def read() -> torch.Tensor:
         update = (second.read() @ first.read()) * (lora.alpha / lora.r)
-        return weight.read().to(torch.float32) + (update.T if transposed else update)
+        if transposed:
+            update = update.T
+        return weight.read().to(torch.float32) + update
 
     return TensorSource(torch.float32, weight.shape, read)
 
 
 def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would
-    report.
-    """
+    """Return a test for tensors that the causal LM ignores but a stock class would report."""
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
@@ -159,7 +158,10 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
 
 def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
     """Return the LLM's own config.json with its new rows and dtype."""
-    content = config.text_config.to_dict() if is_mrope_class(config) else llm_config(folder)
+    if is_mrope_class(config):
+        content = config.text_config.to_dict()
+    else:
+        content = llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)
@@ -175,5 +177,7 @@ def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
     # by layer type: families that version 4 has no keys for
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
-    scaled = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": dict(rope)}
-    return {"rope_theta": rope["rope_theta"], **scaled}
+    settings = {"rope_theta": rope["rope_theta"]}
+    if rope.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = dict(rope)
+    return settings

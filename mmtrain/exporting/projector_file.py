@@ -25,7 +25,6 @@ from mmtrain.exporting.card import published
 from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
-from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
 
@@ -40,18 +39,18 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
     """
     config, state = checkpoint.config, checkpoint.state
     section, vision = config.model.projector, config.model.vision
-    vision_width = None
+    loss = state["loss"]
+    if not isinstance(loss, int | float):  # it is not finite
+        loss = None
+    max_tiles = vision_width = None
     if vision is None:
-        llm_width = llm_shape(config.model.llm.path).hidden_size
+        llm_width = checkpoint.models.published_llm.hidden_size
     else:
-        linears = [
-            operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)
-        ]
-        first, last = (
-            tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1])
-        )
-        llm_width = last[0]
-        vision_width = first[1] // linears[0].inputs  # which are those of patches of width 1
+        max_tiles = vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)
+        linears = [layer for layer in connector(section, 1, 2) if isinstance(layer, Linear)]
+        llm_width, _ = tensors[f"{PROJECTOR}{linears[-1].name}.weight"].shape
+        _, inputs = tensors[f"{PROJECTOR}{linears[0].name}.weight"].shape
+        vision_width = inputs // linears[0].inputs  # which are those of patches of width 1
     return {
         "llm": config.model.llm.path,
         "llm_width": llm_width,
@@ -67,8 +66,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "trained": sorted(read_header(checkpoint.tensors_file)),  # names of tensors
         "template": template_name(config.data.template),
         "layout": vision and vision.layout,
-        "max_tiles": vision
-        and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
+        "max_tiles": max_tiles,
         # (height, width) of grids in pixels; None: the layout's own
         "pinpoints": vision and vision.pinpoints,
         "image_fit": vision and config.data.image_fit,  # None too where images are cut into tiles
@@ -76,8 +74,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "max_steps": state["max_steps"],
         "data_fingerprint": state["data"]["fingerprint"],
         "frozen_fingerprint": state["frozen_fingerprint"],
-        # else it is not finite
-        "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,
+        "training_loss": loss,
         "evaluation": _evaluation(checkpoint, "eval"),
         "control": _evaluation(checkpoint, "eval_permuted"),  # with shuffled images
         "versions": state["versions"],
@@ -85,27 +82,25 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
 
 
 def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
-    """Return a run's trained tensors and the rest of its projector, fp32, by global name; raises
-    UserError.
+    """Return a run's trained tensors and the rest of its projector, fp32, by global name.
+
+    Raises UserError.
     """
-    file = checkpoint.tensors_file
-    projector = {
-        f"{PROJECTOR}{name}": in_memory(tensor)
-        for name, tensor in whole_projector(checkpoint).items()
-    }
-    return projector | {name: stored(name, file) for name in read_header(file)}
+    tensors = {}
+    for name, tensor in whole_projector(checkpoint).items():
+        tensors[PROJECTOR + name] = in_memory(tensor)
+    for name in read_header(checkpoint.tensors_file):
+        tensors[name] = stored(name, checkpoint.tensors_file)
+    return tensors
 
 
 def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
-    """Return the scores of the run's evaluation at the checkpoint's step; None if there was
-    none.
-    """
+    """Return the scores of the run's evaluation at the checkpoint's step; None without one."""
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
         if record.get("step") == checkpoint.step:
-            scores = {
-                name: record[name] for name in SCORES if isinstance(record.get(name), int | float)
-            }
+            numbers = [name for name in SCORES if isinstance(record.get(name), int | float)]
+            scores = {name: record[name] for name in numbers}
     return scores
 
 
@@ -119,7 +114,9 @@ def write_projector_file(
     about: Mapping[str, Any], folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype
 ) -> None:
     """Write tensors of a run into a folder, and their origin."""
-    file = folder / ("trained.safetensors" if about["vision"] is None else "projector.safetensors")
+    file = folder / "projector.safetensors"
+    if about["vision"] is None:
+        file = folder / "trained.safetensors"
     write_tensors(file, cast_to(dtype, tensors))
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -48,14 +48,14 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def code_named_in(folder: Path) -> list[str]:
-    """Return "KEY in FILE" for all code that the configurations in a model's folder name; an export
-    names none.
-    """
+    """Return "KEY in FILE" for all code that the configurations in a model's folder name."""
     found = []
-    for file in (folder / name for name in (*CONFIGURATIONS, "tokenizer_config.json")):
+    for name in (*CONFIGURATIONS, "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
         # in which quotes inside a value are escaped
-        text = json.dumps(read_json(file)) if file.is_file() else ""
-        found += [f"{key} in {file.name}" for key in CODE_KEYS if f'"{key}":' in text]
+        text = json.dumps(read_json(folder / name))
+        found += [f"{key} in {name}" for key in CODE_KEYS if f'"{key}":' in text]
     return found
 
 

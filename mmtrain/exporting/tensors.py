@@ -78,6 +78,11 @@ def stored(name: str, file: Path) -> TensorSource:
     return TensorSource(dtype, shape, read)
 
 
+def named(tensors: Mapping[str, TensorSource], begin: str) -> dict[str, TensorSource]:
+    """Return the tensors whose names begin so."""
+    return {name: source for name, source in tensors.items() if name.startswith(begin)}
+
+
 def cast_to(
     dtype: torch.dtype, tensors: Mapping[str, TensorSource], keep: Collection[str] = ()
 ) -> dict[str, TensorSource]:

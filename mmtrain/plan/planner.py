@@ -148,7 +148,7 @@ def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | N
         config.data.max_tiles_per_pack or most_tiles
     )
     return ExpectedImage(
-        layout.name, *expected_image(config, layout), most_tiles, most_positions, fits
+        layout.name, *expected_image(config.data, layout), most_tiles, most_positions, fits
     )
 
 

@@ -118,8 +118,8 @@ def _check_images(config: RunConfig, layout: ImageLayout) -> None:
             f"one tile and {layout.positions_per_tile} positions. "
             "Leave both out (=null removes them)."
         )
-    tiles, positions = expected_image(config, layout)
-    image = math.ceil(max(typical_tiling(config, layout).positions, positions))
+    tiles, positions = expected_image(data, layout)
+    image = math.ceil(max(typical_tiling(data, layout).positions, positions))
     if data.pack_length <= image:
         hint = (
             " If images are smaller, set data.expected_image_positions as mmtrain "

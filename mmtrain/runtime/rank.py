@@ -22,8 +22,8 @@ from typing import TextIO
 import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
+from mmtrain.base.errors import naming_shared_memory
 from mmtrain.base.printing import print_info, show_error, show_logs
-from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
@@ -76,8 +76,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         # nohup ignores stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    stop_file = None if records is None else records / STOP_FILE
-    stop = StopRequest(stop_file)
+    stop = StopRequest(records and records / STOP_FILE)
     stop.listen()
     _keep_to_this_machine()
 
@@ -89,8 +88,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
     log = send_output_to(log_path, f"rank {rank}", [1, 2])
     faulthandler.enable(file=2)
 
-    progress_file = None if records is None else records / f"progress-{rank}"
-    progress = RankProgress(progress_file)
+    progress = RankProgress(records and records / f"progress-{rank}")
     try:
         if not job.on_gpus:
             leave_out_gpu_kernels()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -11,7 +11,7 @@ from mmtrain.facts.settings import is_whole
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import Square
 from mmtrain.layouts.tiles import Tiles
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ExportedEncoder, Settings, StockClass
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class AyaVision(StockClass):
     layouts = (Square.name, Tiles.name)
     image_processor = "GotOcr2ImageProcessor"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         settings = {
             "downsample_factor": models.factor,
             "alignment_intermediate_size": models.section.projector.width,
@@ -42,7 +42,7 @@ class AyaVision(StockClass):
             del settings["alignment_intermediate_size"]
         return settings
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         texts = dict.fromkeys((*_AROUND, "img_line_break_token", *Tiles.token_settings), "")
         if models.section.vision.layout == Tiles.name:
             texts |= Tiles.token_settings
@@ -55,7 +55,7 @@ class AyaVision(StockClass):
             **texts,
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Allow one tile where the layout has one: the processor asks for tiles in any case."""
         return {
             "crop_to_patches": False,

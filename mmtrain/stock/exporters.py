@@ -51,7 +51,11 @@ from mmtrain.stock.stock_folder import BOUNDS, StockFolder
 
 # what adapters are for: the LLM as it was published, or a whole model of its own
 Base = Literal["llm", "hf"]
-LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
+# projectors that LLaVA's own code builds, and its names of their modules
+LLAVA_CODE = {
+    "linear": {"linear_1": "model.mm_projector"},
+    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
+}
 # families whose embedding is not where the classes look for it
 _OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")
 
@@ -245,12 +249,13 @@ def default_base(models: Models) -> Base:
     return "hf"
 
 
+# by values of --format, and for "safetensors" none
 _CHECKS = {
     "llava": refuse_llava_code,
     "hf": _refuse_unknown_class,
     "peft": _refuse_without_adapters,
     "peft --base llm": _refuse_more_than_adapters,
-}  # by --format
+}
 
 
 def formats_for(models: Models, trained: Collection[str]) -> str:

@@ -16,7 +16,7 @@ from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass, of_images
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings, StockClass, of_images
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -67,16 +67,16 @@ class HyperCLOVAXVisionV2(StockClass):
     default_bounds: ClassVar = (56 * 56, 28 * 28 * 1280)  # in pixels
     patches: ClassVar[PatchOrder] = "c t dy dx"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return {**language, "logits_scaling": 1.0}
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         pixels = self.frames * layout.tile_size**2
         return {
             "size": {
@@ -87,7 +87,7 @@ class HyperCLOVAXVisionV2(StockClass):
             "merge_size": self.merge_size,
         }
 
-    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+    def video_settings(self, transform: ImageTransform) -> Settings | None:
         if self.video_processor is None:
             return None
         return {
@@ -102,9 +102,7 @@ class HyperCLOVAXVisionV2(StockClass):
         }
         return {key: token for key, token in named.items() if token}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         """Return the patches (P, values) of all images, and each grid (1, rows, columns)."""
         import torch
 
@@ -132,7 +130,7 @@ class HyperCLOVAXVisionV2(StockClass):
             keys["factor"] = self.factors[0]
         return keys
 
-    def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
+    def pixel_bounds(self, images: Settings) -> list[Any]:
         """Return the least and most pixels of an image.
 
         Their older names win; GLM's processors do not know those.
@@ -169,12 +167,10 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     merge_size = block = 1
     patches = "c dy dx"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return language
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         found = super().inputs(tiles, tilings, layout)
         return {**found, "image_merge_sizes": found["image_grid_thw"].new_ones(len(tilings))}
 
@@ -197,7 +193,7 @@ class Exaone45(HyperCLOVAXVisionV2):
         "num_key_value_heads": 1,
     }
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return language
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:

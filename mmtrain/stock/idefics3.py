@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts import idefics3
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import OUTER, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import OUTER, ExportedEncoder, Inputs, Settings, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -72,21 +72,19 @@ class Idefics3(StockClass):
         renamed = replace(encoder, config=settings, tensors=tensors)
         return renamed.without("head.", model_type="idefics3_vision")
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"scale_factor": models.factor}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"image_seq_len": models.layout.positions_per_tile}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {
             "do_image_splitting": False,
             "max_image_size": {"longest_edge": transform.image_size},
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         return {"pixel_values": tiles[None]}
 
     def read(self, folder: StockFolder) -> Keys:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import vision_shape
 from mmtrain.layouts.layout import ImageLayout
-from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, Settings, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class InternVL(StockClass):
     image_processor = "GotOcr2ImageProcessor"
     video_processor = "InternVLVideoProcessor"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         # -1 is behind the last norm, which some InternViTs have; hidden states before it are
         # counted from 0
         layer = encoder.feature_layer
@@ -46,10 +46,10 @@ class InternVL(StockClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"image_seq_length": models.layout.positions_per_tile}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

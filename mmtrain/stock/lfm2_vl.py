@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
-from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass, of_images
+from mmtrain.stock.stock_class import (
+    ON_WHITE,
+    ExportedEncoder,
+    Inputs,
+    Settings,
+    StockClass,
+    of_images,
+)
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -50,7 +57,7 @@ class Lfm2Vl(StockClass):
     has_pillow = False
     adds_special_tokens = False
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         factor = models.factor
         return {
             "downsample_factor": factor,
@@ -60,10 +67,10 @@ class Lfm2Vl(StockClass):
             "projector_bias": True,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         return {
             "do_image_splitting": False,
             "min_image_tokens": layout.min_positions,
@@ -84,9 +91,7 @@ class Lfm2Vl(StockClass):
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, "")}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         """Return patches (images, most, values), padded by zeros, their mask, and grids of them."""
         import torch
 

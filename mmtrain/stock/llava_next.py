@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
@@ -12,6 +12,8 @@ from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import (
     INTERN_VIT,
     ExportedEncoder,
+    Inputs,
+    Settings,
     StockClass,
     of_images,
     square_size,
@@ -34,11 +36,11 @@ class LlavaNext(StockClass):
     not_encoders = (INTERN_VIT,)
     image_processor = "LlavaNextImageProcessor"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         grids = models.layout.image_settings
         return {**super().config(models, encoder), **grids, "use_image_newline_parameter": True}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Return a crop that leaves all: transformers 4 reads the tile's size from crop_size."""
         return {
             **layout.image_settings,
@@ -47,9 +49,7 @@ class LlavaNext(StockClass):
             "crop_size": square_size(transform.image_size),
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         """Return tiles (images, most tiles, 3, S, S), padded by zeros, and each (height, width)."""
         import torch
 
@@ -72,10 +72,10 @@ class LlavaOnevision(LlavaNext):
     video_token = "<|video|>"
     video_token_key = "video_token_index"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {**super().config(models, encoder), "vision_aspect_ratio": AnyresMax9.name}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "image_token": IMAGE_MARK,
             "video_token": self.video_token,
@@ -84,12 +84,10 @@ class LlavaOnevision(LlavaNext):
             "vision_aspect_ratio": AnyresMax9.name,
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {**layout.image_settings, "do_pad": True}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         import torch
 
         return {

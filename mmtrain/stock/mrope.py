@@ -22,7 +22,7 @@ from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.layouts.native import Native
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
-from mmtrain.stock.stock_class import ExportedEncoder
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         fitting = [name for name, whole in MROPE_MODELS.items() if whole in self.text_models]
         return f"a {' or '.join(fitting)} LLM ({path} is {family})"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
@@ -160,9 +160,7 @@ class PaddleOCRVL(Qwen2VL):
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         found = super().inputs(tiles, tilings, layout)
         size = layout.patch_size
         return {**found, "pixel_values": found["pixel_values"].view(-1, 3, size, size)}

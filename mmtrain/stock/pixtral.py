@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.config.limits import MAX_GRID_SIDE
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -12,7 +12,14 @@ from mmtrain.facts.settings import is_whole
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import Native, picture
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass, of_images, square_size
+from mmtrain.stock.stock_class import (
+    ExportedEncoder,
+    Inputs,
+    Settings,
+    StockClass,
+    of_images,
+    square_size,
+)
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ class LlavaPixtral(StockClass):
     image_processor = "PixtralImageProcessor"
     processor_name = "PixtralProcessor"
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "image_token": IMAGE_MARK,
             "image_break_token": "",
@@ -47,16 +54,14 @@ class LlavaPixtral(StockClass):
             "spatial_merge_size": models.factor,
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         return {
             "size": {"longest_edge": layout.longest_edge},
             # to whole ones of which it rounds; PixtralProcessor sets it too
             "patch_size": square_size(layout.tile_size),
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         """Return pictures (images, 3, H, W), padded by zeros, and each (height, width)."""
         import torch
 
@@ -101,7 +106,7 @@ class Mistral3(LlavaPixtral):
     factors = (2, 3, 4)
     layer_defaults: ClassVar = (-1, "full")
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "spatial_merge_size": models.factor,
             "projector_hidden_act": "gelu",
@@ -133,10 +138,10 @@ class LightOnOcr(Mistral3):
             return ""
         return f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"spatial_merge_size": models.factor}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "patch_size": encoder.patch_size,
             "spatial_merge_size": models.factor,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -48,6 +48,8 @@ WHAT_WORKS = (
     "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained "
     "alone, on features before the encoder's last norm"
 )
+Settings = dict[str, Any]  # keys of a JSON file
+Inputs = dict[str, "torch.Tensor"]
 INTERN_VIT = "InternVLVisionModel"
 # Python of a card: `picture` in RGB, what is transparent in it laid on white, as in training.
 ON_WHITE = (
@@ -62,17 +64,20 @@ OUTER = "vision_model."
 class ExportedEncoder:
     """Settings and tensors of the vision encoder in a folder."""
 
-    config: dict[str, Any]  # `vision_config` of config.json, with its model_type
+    config: Settings  # `vision_config` of config.json, with its model_type
     # TensorSource by name on disk, without what the class puts before it
     tensors: Mapping[str, Any]
     # `vision_feature_layer`; -1 is the last block's output, without the final norm
     feature_layer: int
-    # `vision_feature_select_strategy`: "default" drops the first token
-    select_strategy: Literal["default", "full"]
     image_size: int  # pixels a side
     patch_size: int  # pixels a side
     # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
     prefix_tokens: int
+
+    @property
+    def select_strategy(self) -> str:
+        """`vision_feature_select_strategy`: "default" drops the first token."""
+        return "default" if self.prefix_tokens else "full"
 
     def without(self, beginnings: str | tuple[str, ...], **settings: Any) -> ExportedEncoder:
         """Return it without tensors of these beginnings, with more settings in its config."""
@@ -116,9 +121,7 @@ class ExportedClass:
         """Return the name on disk of an LLM's tensor `name`, of its own class around `base`."""
         raise NotImplementedError
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         """Return the stock model's inputs for a sample's images, of tiles (N, 3, S, S) float32."""
         return {"pixel_values": tiles}
 
@@ -292,7 +295,7 @@ class StockClass(ExportedClass):
         module, _, rest = name.partition(".")
         return self.connector_names + f"{self.renamed.get(module, module)}.{rest}".lstrip(".")
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         """Return `text_config`, of the LLM's own configuration."""
         return language
 
@@ -303,7 +306,7 @@ class StockClass(ExportedClass):
         """
         return encoder
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         """Return the class's own keys of config.json."""
         return {
             "image_seq_length": models.layout.positions_per_tile,
@@ -313,7 +316,7 @@ class StockClass(ExportedClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         """Return the class's own keys of processor_config.json."""
         return {
             "image_token": IMAGE_MARK,
@@ -322,7 +325,7 @@ class StockClass(ExportedClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Return the content of preprocessor_config.json."""
         from PIL import Image
 
@@ -341,7 +344,7 @@ class StockClass(ExportedClass):
             **self.own_image_settings(transform, layout),
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Return the class's own keys of preprocessor_config.json.
 
         LLaVA's pads to a square of int(255 x mean), resizes, then crops, which does nothing but for
@@ -358,7 +361,7 @@ class StockClass(ExportedClass):
             "crop_size": square,
         }
 
-    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+    def video_settings(self, transform: ImageTransform) -> Settings | None:
         """Return the content of video_preprocessor_config.json, for a processor of three parts."""
         if self.video_processor is None:
             return None

@@ -42,7 +42,7 @@ class StockFolder:
 
     path: str
     folder: Path
-    config: dict[str, Any]  # config.json
+    config: Keys  # config.json
 
     def check(self) -> None:
         """Refuse a folder without a connector, or with other settings or pixels than mmtrain's."""
@@ -64,16 +64,16 @@ class StockFolder:
         return vision_shape(self.path, -1)
 
     @cached_property
-    def images(self) -> dict[str, Any]:
+    def images(self) -> Keys:
         preprocessing(self.folder)  # which has an error for its absence
         return image_settings(self.folder)[1] or {}
 
     @cached_property
-    def processor(self) -> dict[str, Any]:
+    def processor(self) -> Keys:
         return optional_json(self.folder, "processor_config.json")
 
     @cached_property
-    def named_tokens(self) -> dict[str, Any]:
+    def named_tokens(self) -> Keys:
         """Texts that its tokenizer's file has by name."""
         named = optional_json(self.folder, "tokenizer_config.json")
         more = named.get("extra_special_tokens")

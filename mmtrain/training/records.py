@@ -127,7 +127,9 @@ class Recorder:
         on_gpu = engine.device.type == "cuda"
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
         device = (
-            gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+            gpu_device(torch.cuda.get_device_name())
+            if on_gpu
+            else cpu_device(config.parallel, local_ranks)
         )
         trackers = config.run.report_to if rank.rank == 0 else ()
         self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
@@ -159,7 +161,7 @@ class Recorder:
 
         `left_out` are damaged held-out samples, `counts` those of a resumed run.
         """
-        self.account = SampleLog(self._config, packed, readers, self._rank.folder, left_out, counts)
+        self.account = SampleLog(packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:

@@ -251,16 +251,10 @@ class _Shard:
         self.path = path
         self.stream = stream
         self.count = count
-        self.index = ShardIndex(
-            tar_bytes=0,
-            keys=[],
-            members=[],
-            image_sizes=[],
-            faults={LLAVA.reading: {}},
-        )
+        self.index = ShardIndex(0, [], [], [], {LLAVA.reading: {}})
         self.lengths = TextLengths([])
         if count is not None:
-            self.index.texts[count.fingerprint] = self.lengths
+            self.index.texts[count.how.fingerprint] = self.lengths
         self.sha256 = hashlib.sha256()
 
     def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:

@@ -153,9 +153,11 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
     content = _caption(members, form) if form.name == "caption" else _record(members)
     unread = sorted(filter(_UNREAD_MEDIA.fullmatch, members))
     if unread and not images:
-        seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
-        needed = f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
-        raise BadSample("image_count", f"{seen}; {needed}")
+        raise BadSample(
+            "image_count",
+            f"KEY.{', KEY.'.join(unread)[:200]} are not read as images; "
+            f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})",
+        )
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
     refuse_unread(content)
@@ -166,15 +168,16 @@ def llava_turns(record: object, images: int) -> Turns:
     """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
     if _says_more_than_llava(record):
-        seen = "it has a system prompt beside its turns, or an answer that is not to be trained on"
         raise BadSample(
             "unread_part",
-            f"{seen}; LLaVA's format has none, use data.format=sharegpt (--format sharegpt)",
+            "it has a system prompt beside its turns, or an answer that is not to be trained on; "
+            "LLaVA's format has none, use data.format=sharegpt (--format sharegpt)",
         )
     if images and not _has_marks(turns):
-        mend = "data.format=sharegpt (--format sharegpt) adds missing marks"
         raise BadSample(
-            "image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}"
+            "image_count",
+            f"0 {IMAGE_MARK} marks in the conversation, {images} images; "
+            "data.format=sharegpt (--format sharegpt) adds missing marks",
         )
     refuse_wrong_image_count(turns, images)
     refuse_what_would_be_lost(record, turns, images)
@@ -218,8 +221,11 @@ def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
     messages = first_held(record, CONVERSATION_KEYS)
     if not are_objects(messages):
-        needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
-        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+        raise BadSample(
+            "no_conversation",
+            f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}; "
+            f"{keys_or_value(record)}",
+        )
     return _conversation(record, messages, images)
 
 
@@ -249,15 +255,17 @@ def qa_turns(record: object, images: int) -> Turns:
     question = _question(record)
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
-        needed = (
-            f"{' or '.join(QUESTION_KEYS)} with "
-            f"{' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
+        raise BadSample(
+            "no_conversation",
+            f"it needs {' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, "
+            f"or texts of {{user, assistant}}; {keys_or_value(record)}",
         )
-        raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
     for pair in [*first_held(record, ("history",)), [question, answer]]:
         if not isinstance(pair, list) or len(pair) != 2:
-            needed = "pairs of a question and its answer"
-            raise BadSample("unread_part", f"its history holds {short(pair)}; write {needed}")
+            raise BadSample(
+                "unread_part",
+                f"its history holds {short(pair)}; write pairs of a question and its answer",
+            )
         messages += [*_messages("user", pair[0]), *_messages("assistant", pair[1])]
     return _conversation(record, messages, images)
 
@@ -330,11 +338,11 @@ def interleaved_turns(record: object, images: int) -> Turns:
         texts = list(map(value_text, texts))
         is_page = all(isinstance(text, str | None) for text in texts)
     if not is_page:
-        needed = (
-            "it needs a list of texts and nulls under texts, "
-            "and under images a list with nulls for the texts"
+        raise BadSample(
+            "no_conversation",
+            "it needs a list of texts and nulls under texts, and under images a list with nulls "
+            f"for the texts; {keys_or_value(record)}",
         )
-        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     named = first_value(record, ("images",))
     if named is None:
         named = [text is None for text in texts]
@@ -442,8 +450,9 @@ def dotted_keys(suffixes: Iterable[str]) -> str:
     """Return the remedy for messages where names of files have a dot in their key."""
     endings = tuple(f".{name}" for name in TEXT_SUFFIXES)
     if any(suffix.endswith(endings) for suffix in suffixes):
-        mend = "write the tar with other characters for dots"
-        return f"; a key ends at the first dot of a name: {mend}"
+        return (
+            "; a key ends at the first dot of a name: write the tar with other characters for dots"
+        )
     return ""
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation, dotted_keys
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
-from mmtrain.layouts.layout import Tiling
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.layout import ImageLayout, Tiling
+from mmtrain.layouts.square import ONE_SQUARE
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -84,6 +88,22 @@ class QuarantinedSample:
     @property
     def where(self) -> str:
         return f"{self.shard}: sample {escape(self.key)}: {self.reason}: {escape(self.detail)}"
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """The way to the tokens of a sample's text."""
+
+    tokenizer: str  # of an LLM: its folder, or its name
+    template: str  # as data.template
+    layout: ImageLayout = ONE_SQUARE
+    form: SampleFormat = LLAVA
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name under which indexes hold the lengths of these texts; raises UserError."""
+        folder = model_folder(self.tokenizer)
+        return text_fingerprint(folder, self.template, self.layout.texts, self.form.wording)
 
 
 def image_number(suffix: str) -> int | None:

@@ -19,8 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
 
 SECONDS_BETWEEN_LOOKS = 0.1

@@ -96,9 +96,10 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 name = f"{key}.{member.suffix}"
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
-                    seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    indexed = f"{name!r}, {member.size:,} bytes"
-                    return at, f"its header says {seen}, but the index says {indexed}"
+                    return at, (
+                        f"its header says {file.name!r}, {file.size:,} bytes at byte "
+                        f"{file.offset:,}, but the index says {name!r}, {member.size:,} bytes"
+                    )
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"

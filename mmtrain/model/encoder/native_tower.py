@@ -11,11 +11,11 @@ patches that the encoder's own merger joins. Every picture is encoded as if it w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import VideoLlama3VisionModel, vision_utils
 
 from mmtrain.base.devices import copied
@@ -36,20 +36,23 @@ class Unmerged(nn.Module):
         super().__init__()
         self.joined = joined
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         if features.ndim == 4:  # (N, W, 2, 2) for GLM's convolution
             features = features.permute(0, 2, 3, 1)
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
-def on_its_device(_: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def on_its_device(_: nn.Module, taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
     patch's image.
     """
-    return tuple(
-        tensor if tensor.device == taken[0].device else copied(tensor, taken[0].device)
-        for tensor in taken
-    )
+    device = taken[0].device
+    moved = []
+    for tensor in taken:
+        if tensor.device != device:
+            tensor = copied(tensor, device)
+        moved.append(tensor)
+    return tuple(moved)
 
 
 class NativeTower(VisionTower):
@@ -57,23 +60,28 @@ class NativeTower(VisionTower):
     encoder's order.
     """
 
+    needs_grids = True
+
     def __init__(
         self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any
     ) -> None:
         """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
-        native, side = family.native, shape.image_size // shape.patch_size
+        native = family.native
         assert native is not None
+        side = shape.image_size // shape.patch_size
         features = functools.partial(_features, native, side, family.class_token is not None)
         sizes = shape.width, shape.image_size, shape.patch_size, shape.prefix_tokens
         super().__init__(model, features, *sizes, family.published, **options)
-        self.factor, self.block = side // shape.merge, 1 if shape.merge > 1 else native.block
+        self.factor = side // shape.merge
+        # patches that the merger has not joined stay in blocks
+        self.block = 1 if shape.merge > 1 else native.block
         self.feature_shape = (self.factor**2, shape.feature_width)
         self.images = native.images
 
     def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
         """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
         assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
-        groups: list[tuple[int, Grids]] = []
+        groups = []
         for grid in grids:
             count = grid[0] * grid[1]
             if groups and (groups[-1][0] + count) * self.patches_per_image <= PATCHES_PER_CALL:
@@ -82,25 +90,20 @@ class NativeTower(VisionTower):
                 groups.append((count, (grid,)))
         return groups
 
-    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
         counts = [rows * columns for rows, columns in grids]
-        cells, outputs = images.split(counts), [images] * len(grids)
+        cells = images.split(counts)
         received = None if hidden is None else hidden.split(counts)
-        calls: dict[Any, list[int]] = {}
-        for number, grid in enumerate(grids):
-            together = {"equal": tuple(grid), "single": number, "packed": None}[self.images]
-            calls.setdefault(together, []).append(number)
-        for numbers in calls.values():
-            taken = (
-                None if received is None else torch.cat([received[number] for number in numbers])
-            )
-            output = self._call(
-                taken, [cells[number] for number in numbers], [grids[number] for number in numbers]
-            )
-            per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
-            rows = output.reshape(-1, width).split(
-                [counts[number] * per_cell for number in numbers]
-            )
+        outputs = [images] * len(grids)
+        per_cell, width = self.feature_shape if self.is_last else self.hidden_shape
+        for numbers in self._calls(grids):
+            taken = None
+            if received is not None:
+                taken = torch.cat([received[number] for number in numbers])
+            own_cells = [cells[number] for number in numbers]
+            own_grids = [grids[number] for number in numbers]
+            output = self._call(taken, own_cells, own_grids)
+            rows = output.reshape(-1, width).split([len(one) * per_cell for one in own_cells])
             for number, of_image in zip(numbers, rows, strict=True):
                 if self.is_last:
                     outputs[number] = _in_cells(of_image, grids[number], self.factor, self.block)
@@ -108,18 +111,29 @@ class NativeTower(VisionTower):
                     outputs[number] = of_image.view(counts[number], per_cell, width)
         return torch.cat(outputs)
 
-    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _calls(self, grids: Grids) -> Collection[Sequence[int]]:
+        """Divide pictures by their grids among the encoder's calls; return the numbers of each."""
+        if self.images == "packed":
+            return [range(len(grids))]
+        if self.images == "single":
+            return [[number] for number in range(len(grids))]
+        equal = {}
+        for number, grid in enumerate(grids):
+            equal.setdefault(tuple(grid), []).append(number)
+        return equal.values()
+
+    def _handed_in(self, hidden: Tensor, made: Tensor) -> Tensor:
         return hidden.reshape(made.shape)
 
 
-def _in_cells(features: torch.Tensor, grid: Sequence[int], factor: int, block: int) -> torch.Tensor:
-    """Features (P, W) of one picture, in the order of `patch_rows`, as (cells, factor^2, W), row by
-    row in each.
+def _in_cells(features: Tensor, grid: Sequence[int], factor: int, block: int) -> Tensor:
+    """Bring features (P, W) of one picture from the order of `patch_rows` into cells (N, factor^2,
+    W), row by row in each.
     """
-    (rows, columns), blocks = grid, factor // block
-    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1).permute(
-        0, 2, 1, 4, 3, 5, 6
-    )
+    rows, columns = grid
+    blocks = factor // block
+    apart = features.reshape(rows, blocks, columns, blocks, block, block, -1)
+    apart = apart.permute(0, 2, 1, 4, 3, 5, 6)
     return apart.reshape(rows * columns, factor**2, -1)
 
 
@@ -128,9 +142,9 @@ def _features(
     side: int,
     has_class_token: bool,
     model: nn.Module,
-    cells: Sequence[torch.Tensor],
+    cells: Sequence[Tensor],
     grids: Grids,
-) -> torch.Tensor:
+) -> Tensor:
     """Run a stock encoder on pictures: their features, one after another, in the encoder's
     order.
     """
@@ -165,9 +179,7 @@ def _features(
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
-def _tables(
-    model: nn.Module, block: int, sizes: torch.Tensor, like: torch.Tensor
-) -> dict[str, Any]:
+def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[str, Any]:
     """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
     no call waits.
 
@@ -192,7 +204,7 @@ def _tables(
             sizes, stem.num_grid_per_side, *how
         )
         tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
-    told: dict[str, Any] = {name: copied(table, device) for name, table in tables.items()}
+    told = {name: copied(table, device) for name, table in tables.items()}
     for name, border in borders.items():
         told[f"cu_{name}"] = copied(border, device) if is_flash else border
         told[f"max_{name.removesuffix('s')}"] = int(border.diff().max())

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -38,15 +39,13 @@ def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(
-            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. "
-            "Download the weights"
+            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. Download "
+            "the weights"
         )
     index = folder / "model.safetensors.index.json"
-    files = (
-        read_json(index)["weight_map"]
-        if index.is_file()
-        else dict.fromkeys(shapes, "model.safetensors")
-    )
+    files = dict.fromkeys(shapes, "model.safetensors")
+    if index.is_file():
+        files = read_json(index)["weight_map"]
     return {name: (name, folder / files[name]) for name in shapes}
 
 
@@ -56,7 +55,7 @@ def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
     return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
 
 
-def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+def read_pickled(file: Path) -> dict[str, Tensor]:
     """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU;
     nothing in it is executed.
 
@@ -74,13 +73,20 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
         raise _refusal(file, error) from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
-    ):
-        raise UserError(f"{file}: holds more than named tensors. Give a state dict")
+    more = UserError(f"{file}: holds more than named tensors. Give a state dict")
+    if not isinstance(content, dict):
+        raise more
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise more
+    return _alone(content, file)
+
+
+def _alone(content: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
-    tensors: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
+    tensors = {}
+    storages = set()
     for name, tensor in content.items():
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim
         # any size.
@@ -89,22 +95,19 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
             and tensor.device.type == "cpu"
             and not tensor.is_quantized
         )
-        if not plain or tensor.numel() * tensor.element_size() > size:
+        if not plain or tensor.nbytes > size:
             raise UserError(
                 f"{file}: {escape(name)} is not a plain tensor with its values in the file"
             )
         # safetensors stores no shared memory: tied weights come out twice, views without what
         # surrounds them.
         storage = tensor.untyped_storage()
-        alone = (
-            storage.data_ptr() not in storages
-            and storage.nbytes() == tensor.numel() * tensor.element_size()
-        )
+        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.nbytes
         storages.add(storage.data_ptr())
         tensor = tensor.detach()
-        tensors[name] = (
-            tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        if not alone:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors[name] = tensor.contiguous()
     return tensors
 
 
@@ -113,16 +116,10 @@ def _refusal(file: Path, error: Exception) -> UserError:
     if call := REFUSED_CALL.search(str(error)):
         cause = f"it asks to call {call[1] or call[2]}"
     else:
-        message = (
-            str(error)
-            .split("WeightsUnpickler error:")[-1]
-            .strip()
-            .partition("\n")[0]
-            .partition(". ")[0]
-        )
+        message = str(error).split("WeightsUnpickler error:")[-1].strip()
+        message = message.partition("\n")[0].partition(". ")[0]
         cause = f"{type(error).__name__}: {message}"
     return UserError(
-        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); "
-        "nothing of it was run. Get it again from "
-        "a source you trust, as safetensors if there is one"
+        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); nothing of it was "
+        "run. Get it again from a source you trust, as safetensors if there is one"
     )

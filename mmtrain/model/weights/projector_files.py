@@ -70,7 +70,9 @@ OUR_LAYERS = {
     "linear_fc1": "linear_1",
     "linear_fc2": "linear_2",
     "pre_norm": "norm",
-    **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
 }
 NEEDED = (
     f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging "
@@ -111,12 +113,12 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
             return _in_file(folder / name, later)
     shapes = tensor_shapes(folder)
     if shapes is None:
-        entries = (
-            ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
-        )
+        names = sorted(escape(entry.name) for entry in folder.iterdir())
+        entries = ", ".join(names[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
     config_file = folder / "config.json"
-    refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
+    if config_file.is_file():
+        refuse_other_settings(read_json(config_file), f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
@@ -124,7 +126,7 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
-    names: dict[str, str] = {}
+    names = {}
     for name in disk_names:
         local = _local_name(name)
         if local in names:
@@ -142,7 +144,9 @@ def as_matrix(shape: Sequence[int]) -> Shape:
     """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
     matrix (D, 4 W) here.
     """
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
+    if len(shape) <= 2:
+        return tuple(shape)
+    return (shape[0], math.prod(shape[1:]))
 
 
 def refuse_unfit(
@@ -161,24 +165,22 @@ def refuse_unfit(
             f"{' and '.join(layouts_with_newlines)}. Set that layout, or choose another file"
         )
     if shapes.keys() != needed.keys():
+        blocks = {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
         for kind in CONNECTORS:
-            deepstack = len(
-                {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
-            )
-            other = connector(
-                ProjectorSection(type=kind), 1, 2, NEWLINE in shapes, deepstack=deepstack
-            )
+            section = ProjectorSection(type=kind)
+            other = connector(section, 1, 2, NEWLINE in shapes, deepstack=len(blocks))
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. "
                     f"Set model.projector.type={kind}, or another file"
                 )
-        missing, extra = (
-            sorted(needed.keys() - shapes.keys()),
-            sorted(shapes.keys() - needed.keys()),
-        )
-        faults = [f"{', '.join(missing[:4])} missing"] if missing else []
-        faults += [f"{', '.join(map(escape, extra[:4]))} unknown"] if extra else []
+        missing = sorted(needed.keys() - shapes.keys())
+        extra = sorted(shapes.keys() - needed.keys())
+        faults = []
+        if missing:
+            faults.append(f"{', '.join(missing[:4])} missing")
+        if extra:
+            faults.append(f"{', '.join(map(escape, extra[:4]))} unknown")
         raise UserError(
             f"{KEY}: {source}: not the tensors of this run's projector: {'; '.join(faults)}"
         )
@@ -186,10 +188,9 @@ def refuse_unfit(
         if tuple(shape) != needed[name]:
             raise UserError(
                 f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} "
-                "for this run's "
-                "encoder and LLM. Choose another file, or another model.vision.name, "
-                "model.llm.path, "
-                "model.projector.factor or model.projector.width"
+                "for this run's encoder and LLM. Choose another file, or another "
+                "model.vision.name, model.llm.path, model.projector.factor or "
+                "model.projector.width"
             )
 
 
@@ -211,8 +212,8 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         if others := [name for name in trained if not name.startswith("projector.")]:
             _log.info(
                 f"{KEY}: uses only the projector of {files.checkpoint.path}, which has trained "
-                f"{len(others):,} more "
-                f"tensors, e.g. {escape(others[0])}. Use model.init_from for all of them"
+                f"{len(others):,} more tensors, e.g. {escape(others[0])}. Use model.init_from for "
+                "all of them"
             )
     if files.shapes:
         names = local_names(files.shapes, files.source)
@@ -234,7 +235,8 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
 
 
 def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
-    file, folder = checkpoint.tensors_file, checkpoint.path.resolve()
+    file = checkpoint.tensors_file
+    folder = checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     if folder in later:
@@ -257,9 +259,11 @@ def _local_name(name: str) -> str | None:
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None
-    theirs, before = match["llava"], ""
+    theirs = match["llava"]
+    before = ""
     if match["branch"]:
-        theirs, before = match["branch"], f"deepstack.{match['block']}."
+        theirs = match["branch"]
+        before = f"deepstack.{match['block']}."
     if theirs is None:
         return match["ours"] or match["hf"] or match["beside"] or match["newline"]
     if theirs in ("weight", "bias"):
