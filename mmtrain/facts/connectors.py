@@ -48,8 +48,8 @@ class Operation:
         """Return the shapes of its parameters by name."""
         return {}
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
-        """Return the cost of a row of `width` where parameters of these names train."""
+    def cost(self, trained: Collection[str]) -> Cost:
+        """Return the cost of a row where parameters of these names train."""
         return Cost()
 
 
@@ -80,7 +80,7 @@ class RmsNorm(Operation):
     def shapes(self) -> dict[str, Shape]:
         return {f"{self.name}.weight": (self.width,)}
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
+    def cost(self, trained: Collection[str]) -> Cost:
         # its input, whether or not its own parameters train
         if trained:
             return Cost(trained=True, for_weights=self.width)
@@ -105,25 +105,30 @@ class Linear(Operation):
             shapes[f"{self.name}.bias"] = (self.outputs,)
         return shapes
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
+    def cost(self, trained: Collection[str]) -> Cost:
         return Cost(self.inputs * self.outputs, f"{self.name}.weight" in trained, self.inputs)
 
 
+@dataclass(frozen=True, slots=True)
 class Gelu(Operation):
     """The exact GELU."""
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
-        return Cost(for_input=width)
+    width: int
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        return Cost(for_input=self.width)
 
 
+@dataclass(frozen=True, slots=True)
 class Swiglu(Operation):
     """The first half of the features, times SiLU of the second."""
 
+    width: int  # of its input
     key = "width"
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
+    def cost(self, trained: Collection[str]) -> Cost:
         # both halves of its input, and the gates' SiLU
-        return Cost(for_input=1.5 * width)
+        return Cost(for_input=1.5 * self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class Gated(Operation):
             f"{self.name}.down_proj.weight": (self.outputs, self.inner),
         }
 
-    def cost(self, width: int, trained: Collection[str]) -> Cost:
+    def cost(self, trained: Collection[str]) -> Cost:
         # its input, what both make of it, the gates' SiLU, and the product
         return Cost(
             self.inner * (2 * self.inputs + self.outputs),
@@ -192,7 +197,7 @@ def linear(sizes: Sizes) -> tuple[Operation, ...]:
 def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
     """LLaVA-1.5's projector (arXiv:2310.03744): LlavaMultiModalProjector."""
     first = Linear("linear_1", sizes.vision_width, sizes.llm_width)
-    return first, Gelu(), Linear("linear_2", sizes.llm_width, sizes.llm_width)
+    return first, Gelu(sizes.llm_width), Linear("linear_2", sizes.llm_width, sizes.llm_width)
 
 
 def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
@@ -204,7 +209,7 @@ def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor),
         LayerNorm("layernorm", sizes.shuffled, eps=1e-6),
         Linear("linear_1", sizes.shuffled, inner),
-        Swiglu(),
+        Swiglu(inner),
         Linear("linear_2", inner // 2, sizes.llm_width),
     )
 
@@ -220,7 +225,7 @@ def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor),
         LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
         Linear("linear_1", sizes.shuffled, sizes.llm_width),
-        Gelu(),
+        Gelu(sizes.llm_width),
         Linear("linear_2", sizes.llm_width, sizes.llm_width),
     )
 
@@ -241,7 +246,7 @@ def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor, feature_first=True),
         Linear("merging_layer", sizes.shuffled, sizes.vision_width, has_bias=False),
         Linear("linear_1", sizes.vision_width, sizes.llm_width, has_bias=False),
-        Gelu(),
+        Gelu(sizes.llm_width),
         Linear("linear_2", sizes.llm_width, sizes.llm_width, has_bias=False),
     )
 
@@ -280,7 +285,7 @@ def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
     return (
         Shuffle(sizes.factor),
         first,
-        Gelu(),
+        Gelu(sizes.shuffled),
         Linear(f"{name}linear_2", sizes.shuffled, sizes.llm_width),
     )
 
@@ -295,7 +300,7 @@ def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
         Linear("downsample", sizes.shuffled, width),
         Linear("proj", width, width, has_bias=False),
         LayerNorm("post_projection_norm", width, eps=1e-5),
-        Gelu(),
+        Gelu(width),
         Gated("mlp", width, sizes.width or 3 * width, width),
     )
 

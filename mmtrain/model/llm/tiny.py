@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.facts.settings import SYNONYMS
 from mmtrain.model.llm.language import auto_class, drop_tower, is_mrope_class
 
 HEADS = 4
@@ -40,12 +41,11 @@ WINDOW = 8  # tokens
 
 # Attributes of transformers' configs, over all families. Only those that a config has, and that
 # hold a number, are set.
-_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_QUERY_HEADS = (*SYNONYMS["heads"], "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS
-    * HEAD_WIDTH,
+    (*SYNONYMS["hidden_size"], "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS * HEAD_WIDTH,
     (
         "head_dim",
         "global_head_dim",
@@ -92,8 +92,8 @@ _SIZES = {
     ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
 }
 _LIMITS = {
-    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
-    ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
+    SYNONYMS["experts"]: EXPERTS,
+    (*SYNONYMS["experts_per_token"], "top_k_experts"): EXPERTS_PER_TOKEN,
     ("mamba_n_groups", "n_groups"): MIXER_GROUPS,
 }
 MAX_PARAMETERS = 100_000_000
