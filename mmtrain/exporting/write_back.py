@@ -24,7 +24,7 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
 )
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, model_config, read_json
 from mmtrain.facts.models import Models
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
@@ -51,7 +51,7 @@ def write_back(
     """Write all files but tensors and card."""
     source = models.llm_folder
     copy_files(source, folder, is_whole=True)
-    content = read_json(source / "config.json")
+    content = model_config(source)
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content.pop("torch_dtype", None)
         content["dtype"] = dtype
