@@ -1,4 +1,4 @@
-"""How far a long job is: a live bar on a terminal, otherwise a line every few seconds."""
+"""Progress of a long job: a live bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
     from rich.text import Text
 
     class Note(ProgressColumn):
-        """The only text that is cut where the terminal is narrow."""
+        """The note behind a bar: the only text that is cut where the terminal is narrow."""
 
         def render(self, task: Any) -> Text:
             return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")

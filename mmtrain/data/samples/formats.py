@@ -98,7 +98,7 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """The part of a text's fingerprint that this format decides.
+        """Return the part of a text's fingerprint that this format decides.
 
         Empty for LLaVA's own format.
         """
@@ -388,7 +388,7 @@ def first_value(record: object, keys: Iterable[str]) -> Any:
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the list under the first of the keys that holds anything, such as images."""
+    """Return the list of values under the first of the keys that holds any, such as images."""
     for key in keys:
         if entries := held(first_value(record, (key,))):
             return entries
@@ -522,7 +522,7 @@ def is_image_part(part: dict) -> bool:
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns.
+    """Return the checked turns, with a mark for each image.
 
     If none has a mark, put the marks of all images before the first question.
     """

@@ -190,7 +190,8 @@ class SampleLog:
         return [self._close_epoch(self.order.epoch_plan(self._epoch), packs)]
 
     def _gather(self) -> _Taken:
-        """Return what all replicas took since the last time, in their order; nothing but on rank 0.
+        """Return what all replicas took since the last time, in their order, on rank 0; nothing on
+        the others.
 
         Collective.
         """
