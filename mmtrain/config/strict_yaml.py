@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises UserError with the file and the line of a mistake."""
+    """Return the content of a YAML file. Raises UserError with file and line of a mistake."""
     try:
         text = read_limited(path, MAX_BYTES, "a configuration").decode("utf-8")
     except FileNotFoundError:
