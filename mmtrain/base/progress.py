@@ -7,24 +7,25 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, Self, TextIO
 
 _log = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5.0
 
 
+@dataclass
 class ProgressBar:
     """Progress of `total` things, with samples (or what is `counted`) per second."""
 
-    def __init__(
-        self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples"
-    ) -> None:
-        """`unit` is the things' plural; `stream` carries the bar where it is a terminal."""
-        self.counted = counted
-        self.unit = unit
-        self.total = total
+    unit: str  # the things' plural
+    total: int
+    stream: TextIO | None = None  # carries the bar where it is a terminal
+    counted: str = "samples"
+
+    def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()
-        self.bar = open_bar(stream, unit, total)
+        self.bar = open_bar(self.stream, self.unit, self.total)
 
     def show(self, done: int, samples: int, note: str = "") -> None:
         """Show that `done` things are done, `samples` since the start, and a note."""

@@ -181,35 +181,33 @@ class ShardStats:
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
-            self._reject(rejection)
-        self.shards.append(finished.shard)
-
-    def _reject(self, rejection: BadRecord) -> None:
-        source, number = place(self.validator.sources, rejection.record)
-        self.rejected.write(
-            file=source.name,
-            record=number,
-            id=rejection.id,
-            reason=rejection.reason,
-            detail=rejection.detail,
-        )
-        self.reasons[rejection.reason] += 1
         allowed = self.validator.allowed_rejections
-        if self.reasons.total() > allowed:
-            counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
-            if self.reasons["missing_image"] == rejection.record + 1:
+        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
+            source, number = place(self.validator.sources, rejection.record)
+            self.rejected.write(
+                file=source.name,
+                record=number,
+                id=rejection.id,
+                reason=rejection.reason,
+                detail=rejection.detail,
+            )
+            self.reasons[rejection.reason] += 1
+            read = rejection.record + 1
+            if self.reasons["missing_image"] == read > allowed:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images says, "
+                    f"the first {read:,} images are not where --images says, "
                     f"the last is {rejection.detail}. "
                     "Name the folder that the records' names are relative to"
                 )
-            raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first "
-                f"{rejection.record + 1:,} ({counts}), but {allowed:,} of {self.total:,} are "
-                f"allowed; the last is {rejection.reason}: {rejection.detail}. Fix them, "
-                "give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
-            )
+            if self.reasons.total() > allowed:
+                counts = ", ".join(f"{n:,} {code}" for code, n in self.reasons.most_common())
+                raise UserError(
+                    f"too many bad records: {self.reasons.total():,} of the first {read:,} "
+                    f"({counts}), but {allowed:,} of {self.total:,} are allowed; the last is "
+                    f"{rejection.reason}: {rejection.detail}. Fix them, give rows that are not "
+                    "LLaVA's by --from, not --json, or raise --max-reject-rate"
+                )
+        self.shards.append(finished.shard)
 
     def write_summary(self, out: Path, run: dict) -> None:
         """Write dataset.json beside finished shards, with the options and inputs of `run`.

@@ -279,7 +279,8 @@ def qa_turns(record: object, images: int) -> Turns:
 
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(map(_is_message, value)):
+        have_roles = (isinstance(one, dict) and not {*ROLE_KEYS}.isdisjoint(one) for one in value)
+        if all(have_roles):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
@@ -301,10 +302,6 @@ def _messages(speaker: str, value: object) -> list[dict]:
             f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON",
         )
     return [{"role": speaker, "content": value}]
-
-
-def _is_message(entry: object) -> bool:
-    return isinstance(entry, dict) and not entry.keys().isdisjoint(ROLE_KEYS)
 
 
 def _answer_text(entry: object) -> object:
