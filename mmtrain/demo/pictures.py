@@ -63,9 +63,9 @@ class Scans:
         begin, end = edges[place : place + 2].round().astype(int)
         self.indices = order[begin:end]
         pixels = np.rint(scans.images[self.indices] * (255 / 16)).astype(np.uint8)
-        targets = scans.target[self.indices]
+        digits = scans.target[self.indices]
         self._by_digit = [
-            [Image.fromarray(scan) for scan in pixels[targets == digit]] for digit in range(DIGITS)
+            list(map(Image.fromarray, pixels[digits == digit])) for digit in range(DIGITS)
         ]
 
     def __len__(self) -> int:

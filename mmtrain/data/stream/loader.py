@@ -130,10 +130,10 @@ class PackedBatches:
     def most_tiles(self) -> int:
         """Bound on the tiles of a pack, from the sample with most tiles a token."""
         capacity = self.processor.capacity
-        lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
-        tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
+        lengths = self.order.lengths
         packed = (lengths > 0) & (lengths <= capacity.tokens)
-        bound = math.ceil(capacity.tokens * (tiles[packed] / lengths[packed]).max(initial=0.0))
+        tiles_a_token = self.order.tiles[packed] / lengths[packed]
+        bound = math.ceil(capacity.tokens * tiles_a_token.max(initial=0.0))
         return bound if capacity.tiles is None else min(bound, capacity.tiles)
 
     def __iter__(self) -> Iterator[PackedBatch]:
