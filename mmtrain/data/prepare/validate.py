@@ -99,7 +99,10 @@ class Validator:
                 named.images,
                 holds_images,
             )
-            size = self._size(candidate, adapted.images)
+            size = 1  # of the candidate, in the limit's unit
+            if self.shard_bytes is not None:
+                text = len(record_json(candidate.content))
+                size = tar_bytes([text, *map(self._image_size, adapted.images)])
 
             if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
@@ -120,12 +123,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
-        """Return what a candidate adds to its shard, in the limit's unit."""
-        if self.shard_bytes is None:
-            return 1
-        return tar_bytes([len(record_json(candidate.content)), *map(self._image_size, images)])
 
     def _image_size(self, image: RowImage) -> int:
         if image.content is not None:
