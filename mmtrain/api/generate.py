@@ -24,7 +24,13 @@ from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.facts.encoders import FAMILIES, TIMM
 from mmtrain.facts.families import MROPE_MODELS, check_family
-from mmtrain.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.facts.model_files import (
+    find_model_folder,
+    foreign_files,
+    model_config,
+    optional_json,
+    tensor_shapes,
+)
 from mmtrain.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
@@ -77,9 +83,7 @@ def stock_folder(model: str, show: Progress = lambda *_: None) -> Path:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache. {NEEDED}")
     if names_checkpoint(folder):
         return _exported(find(folder), show)
-    config = {}
-    if (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
+    config = optional_json(folder)
     family = config.get("model_type")
     if not any(family == stock.model_type for stock in STOCK_CLASSES) and not _is_causal_lm(config):
         seen = "no config.json"
@@ -91,9 +95,8 @@ def stock_folder(model: str, show: Progress = lambda *_: None) -> Path:
         raise UserError(f"{model}: holds no model.safetensors. Download the weights")
     check_sizes(config, shapes, model)
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            # refuses what no model has, before transformers takes memory for it
-            read_json(folder / name)
+        # refuses what no model has, before transformers takes memory for it
+        optional_json(folder, name)
     return folder
 
 
@@ -143,7 +146,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config = read_json(folder / "config.json")
+    config = model_config(folder)
     with foreign_files(str(folder)):
         if _is_causal_lm(config):
             processor = tokenizer = load_tokenizer(str(folder))

@@ -55,7 +55,7 @@ from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.families import canonical_name, llm_tensors
-from mmtrain.facts.model_files import read_json
+from mmtrain.facts.model_files import model_config
 from mmtrain.facts.models import Models
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
 from mmtrain.model.llm.tiny import tiny_model
@@ -164,7 +164,7 @@ def _untie(folder: Path, tensors: Sources) -> None:
     Then transformers ties nothing, whatever config.json says, while other readers drop the head.
     Cost: memory for both.
     """
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     if not content.get("tie_word_embeddings", True):
         return
     ends = []

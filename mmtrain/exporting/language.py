@@ -27,7 +27,7 @@ from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
@@ -62,7 +62,7 @@ def language_for_export(
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
-    files = llm_tensors(folder, tensor_places(folder))
+    files = llm_tensors(folder, tensor_entries(folder))
     names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, optional_json
 from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
 Json = dict[str, Any]  # what a file of JSON holds
@@ -51,10 +51,8 @@ def code_named_in(folder: Path) -> list[str]:
     """Return "KEY in FILE" for all code that the configurations in a model's folder name."""
     found = []
     for name in (*CONFIGURATIONS, "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            continue
         # in which quotes inside a value are escaped
-        text = json.dumps(read_json(folder / name))
+        text = json.dumps(optional_json(folder, name))
         found += [f"{key} in {name}" for key in CODE_KEYS if f'"{key}":' in text]
     return found
 

@@ -151,7 +151,6 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
             batch = make_batch(
                 [Pack((document,))],
                 len(document.input_ids),
-                processor.padding_id,
                 processor.decode,
                 has_grid=processor.layout.has_grid_positions,
             )

@@ -47,7 +47,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 # Of a transformers configuration: those of many, those of DINOv2, ViT, DINOv3, InternViT, SigLIP 2
@@ -203,7 +203,7 @@ def _from_transformers(
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
-    files = family.own(encoder_tensors(folder, tensor_places(folder)))
+    files = family.own(encoder_tensors(folder, tensor_entries(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}

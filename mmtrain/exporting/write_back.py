@@ -24,11 +24,11 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
 )
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, model_config, read_json
 from mmtrain.facts.models import Models
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
 from mmtrain.stock.stock_class import StockClass
 
@@ -51,13 +51,13 @@ def write_back(
     """Write all files but tensors and card."""
     source = models.llm_folder
     copy_files(source, folder, is_whole=True)
-    content = read_json(source / "config.json")
+    content = model_config(source)
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content.pop("torch_dtype", None)
         content["dtype"] = dtype
         write_json(folder / "config.json", content)
 
-    tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
+    tensors = {name: stored(*entry) for name, entry in tensor_entries(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source, tensors).items():
         own = tensors[name]
