@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.api.export import export
+from mmtrain.api.export import Progress, export
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -73,7 +73,7 @@ def generate(
     return conversation.describe()
 
 
-def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
+def stock_folder(model: str, show: Progress = lambda *_: None) -> Path:
     """Return the Hugging Face folder of `model`, exported now if need be; `show` is export's.
 
     Raises UserError.
@@ -111,7 +111,7 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
     return not any(key.endswith("_config") and key not in PARTS_OF_LLMS for key in config)
 
 
-def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> Path:
+def _exported(checkpoint: StepFolder, show: Progress) -> Path:
     """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {VERSION}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key

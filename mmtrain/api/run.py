@@ -56,7 +56,10 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True
+        self,
+        folder: Path,
+        process: subprocess.Popen[str] | None = None,
+        show: bool = True,
     ) -> None:
         self.folder = folder
         self._process = process

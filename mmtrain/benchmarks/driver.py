@@ -88,7 +88,10 @@ class StockModel(lmms):
         limit = settings.get("max_new_tokens", NEW_TOKENS)
         with torch.inference_mode():
             output = self.model.generate(
-                **inputs, max_new_tokens=limit, do_sample=False, num_beams=1
+                **inputs,
+                max_new_tokens=limit,
+                do_sample=False,
+                num_beams=1,
             )
         new = output[:, inputs["input_ids"].shape[1] :]
         answers = self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)
@@ -148,7 +151,10 @@ def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
     model = StockModel(Path(request["folder"]), request["batch_size"], tell)
     results = simple_evaluate(
-        model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"]
+        model=model,
+        tasks=tasks,
+        limit=request["limit"],
+        batch_size=request["batch_size"],
     )
     libraries = ("lmms_eval", "transformers", "torch")
     return {

@@ -117,7 +117,9 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
 
 
 def documents_of(
-    template: Template, conversations: Iterable[Turns], sizes: Sequence[tuple[int, int]] = ()
+    template: Template,
+    conversations: Iterable[Turns],
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[Turns, Document]]:
     """Return the conversations that a template accepts, and their documents in training.
 
@@ -179,7 +181,9 @@ def as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
 def _fault(folder: Path, before: str, template: Template) -> str | None:
     """Say where stock transformers marks other answers in `folder` than training; None: nowhere."""
     processor = AutoProcessor.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     tokenizer = processor.tokenizer
     layout = template.layout
@@ -195,7 +199,10 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             messages.append({"role": ROLES[who], "content": content})
         for ask in (False, True):
             write = functools.partial(
-                tokenizer.apply_chat_template, messages, tokenize=False, add_generation_prompt=ask
+                tokenizer.apply_chat_template,
+                messages,
+                tokenize=False,
+                add_generation_prompt=ask,
             )
             if write() != write(chat_template=before):
                 return "marks would change what it writes"

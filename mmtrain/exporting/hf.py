@@ -236,7 +236,6 @@ def _write_multimodal(
     refuse_loading_faults(stock, content, tensors)
     write_json(folder / "config.json", content)
     shown = {
-        "stock": stock,
         "encoder": encoder,
         "language": language,
         "processor": processor,
@@ -289,7 +288,11 @@ class _MetaTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.to:
@@ -373,7 +376,10 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 
 def kept_in_float32(
-    stock: ExportedClass, config: Json, names: Collection[str], dtype: torch.dtype
+    stock: ExportedClass,
+    config: Json,
+    names: Collection[str],
+    dtype: torch.dtype,
 ) -> set[str]:
     """Return the tensors that must not be rounded: those that a model of `dtype` loads in fp32."""
     with torch.device("meta"):

@@ -75,7 +75,9 @@ def export_peft(
         exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
         exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(
-            folder / BASE, local_files_only=True, trust_remote_code=False
+            folder / BASE,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         stock = getattr(transformers, *made.architectures)
     else:
@@ -106,7 +108,9 @@ def export_peft(
 
 
 def _places(
-    whole: PreTrainedModel, adapters: Sources, lora: LoraSection
+    whole: PreTrainedModel,
+    adapters: Sources,
+    lora: LoraSection,
 ) -> tuple[LoraConfig, dict[str, str]]:
     """Return peft's configuration of `adapters` in a stock model on the meta device.
 

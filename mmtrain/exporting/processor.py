@@ -95,7 +95,11 @@ class ExportedProcessor:
 
 
 def write_processor(
-    stock: StockClass, models: Models, name: str, encoder: ExportedEncoder, folder: Path
+    stock: StockClass,
+    models: Models,
+    name: str,
+    encoder: ExportedEncoder,
+    folder: Path,
 ) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
@@ -159,7 +163,10 @@ def _end_of_answers(template: Template, turns: Turns) -> int:
 
 
 def _tokenizer_for_prompts(
-    stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
+    stock: StockClass,
+    source: PreTrainedTokenizerBase,
+    template: Template,
+    end: int,
 ) -> PreTrainedTokenizerBase:
     """Return a copy with the layout's image token and the exported template.
 
@@ -184,7 +191,9 @@ def _tokenizer_for_prompts(
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
         before = [f"{mark}:0" for mark, _ in marks]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0"], pair=[*before, "$A:0", "$B:1"], special_tokens=marks
+            single=[*before, "$A:0"],
+            pair=[*before, "$A:0", "$B:1"],
+            special_tokens=marks,
         )
     text = f"{image}\na red circle"
     wanted = prefix + tokenizer(text, add_special_tokens=False).input_ids
@@ -266,7 +275,9 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
     template = load_template(models.section.llm.path, name, models.layout)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     for turns, document in documents_of(template, TEXTS):
         messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
@@ -339,7 +350,9 @@ def _fault(
             cases.append((turns, document.input_ids))
         for asked, trained in cases:
             text = processor.apply_chat_template(
-                _messages(asked, has_words), add_generation_prompt=len(asked) == 1, tokenize=False
+                _messages(asked, has_words),
+                add_generation_prompt=len(asked) == 1,
+                tokenize=False,
             )
             inputs = processor(text=text, images=[shown], return_tensors="pt")
             if fault := _tensor_fault(inputs, needed, tolerance):
@@ -352,7 +365,9 @@ def _fault(
 
 
 def _tensor_fault(
-    inputs: BatchFeature, needed: dict[str, torch.Tensor], tolerance: float
+    inputs: BatchFeature,
+    needed: dict[str, torch.Tensor],
+    tolerance: float,
 ) -> str | None:
     """Say which input differs by more than `tolerance`, or in shape; None: none."""
     for name, tensor in needed.items():

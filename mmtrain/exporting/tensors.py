@@ -116,7 +116,9 @@ def cast_to(dtype: torch.dtype, tensors: Sources, keep: Collection[str] = ()) ->
 
 
 def write_tensors(
-    file: Path, tensors: Sources, show: Callable[[int], None] = lambda size: None
+    file: Path,
+    tensors: Sources,
+    show: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write one file and compare it with what was to be written; `show` gets the bytes of each
     tensor.

@@ -68,7 +68,10 @@ class Comparison:
 
 
 def compare_logits(
-    checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
+    checkpoint: StepFolder,
+    exported: ExportedModel,
+    dtype: torch.dtype,
+    count: int,
 ) -> tuple[Comparison, PreTrainedModel]:
     """Compare logits on the first `count` held-out samples, or on training data without any.
 
@@ -105,7 +108,10 @@ def compare_logits(
                 pixels["mm_token_type_ids"] = is_image.long()
         with torch.no_grad():
             logits = model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+                **pixels,
             ).logits[batch.labels != IGNORE]
         agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(logits)
@@ -174,7 +180,10 @@ def whole_model(checkpoint: StepFolder) -> Stage:
 
 
 def batch_fault(
-    folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool
+    folder: Path,
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    plain: bool,
 ) -> str | None:
     """Describe a difference between answers in a batch and one at a time; None if there is none.
 
@@ -183,7 +192,9 @@ def batch_fault(
     caption.
     """
     processor = AutoProcessor.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     # else batches are padded on the right
     if "padding_side" not in processor.tokenizer.init_kwargs:
@@ -212,7 +223,10 @@ def batch_fault(
 
 
 def _own_logits(
-    stage: Stage, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
+    stage: Stage,
+    batches: Iterable[PackedBatch],
+    dtype: torch.dtype,
+    exact: Collection[str],
 ) -> list[torch.Tensor]:
     """Return mmtrain's logits (S, V) at the S supervised positions of each batch.
 

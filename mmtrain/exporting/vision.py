@@ -127,7 +127,10 @@ def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
     if any(map(is_adapter, trained)):
         chosen = section.vision
         tower = load_vision(
-            chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm
+            chosen.name,
+            chosen.select_layer,
+            torch.float32,
+            final_norm=chosen.final_norm,
         )
         for name, parameter in tower.global_parameters():
             weight = waiting.get(name) or in_memory(parameter.detach())
@@ -189,7 +192,9 @@ def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
 
 
 def _from_transformers(
-    folder: Path, trained: Tensors, chosen: VisionSection
+    folder: Path,
+    trained: Tensors,
+    chosen: VisionSection,
 ) -> tuple[dict, Sources]:
     """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
     place.
@@ -247,7 +252,10 @@ def _from_transformers(
 
 
 def _from_timm(
-    model: nn.Module, name: str, trained: Tensors, final_norm: bool
+    model: nn.Module,
+    name: str,
+    trained: Tensors,
+    final_norm: bool,
 ) -> tuple[dict, Sources]:
     """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
     ones in their place.

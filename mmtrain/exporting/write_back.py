@@ -68,15 +68,9 @@ def write_back(
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
 
     tokenizer = load_tokenizer(str(source))
-    shown = {
-        "stock": stock,
-        "language": ExportedLanguage(llm_config(source), tensors, 0),
-        "encoder": None,
-        "processor": None,
-        "unmarked": _UNMARKED,
-    }
-    if "{% generation %}" in str(tokenizer.chat_template):
-        shown["unmarked"] = None
+    shown = {"language": ExportedLanguage(llm_config(source), tensors, 0), "unmarked": None}
+    if "{% generation %}" not in str(tokenizer.chat_template):
+        shown["unmarked"] = _UNMARKED
     if models.section.vision is not None:
         shown["processor"] = _processor(stock, models, template, folder)
     return tensors, content, shown
