@@ -26,7 +26,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NAMES_SHOWN
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.families import llm_config
-from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.model_files import model_config, model_folder
 from mmtrain.facts.vision_files import is_timm_name
 from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.model.weights.fingerprint import fingerprint
@@ -298,7 +298,7 @@ def settings_fingerprint(model: ModelSection) -> str:
     if model.vision is not None:
         vision = name = model.vision.name
         if not is_timm_name(name):
-            vision = read_json(model_folder(name) / "config.json")
+            vision = model_config(model_folder(name))
         settings += [vision, asdict(image_transform(name))]
     return _digest([json.dumps(settings, sort_keys=True)])
 

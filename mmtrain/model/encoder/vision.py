@@ -225,8 +225,9 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
     # transformers does not export all
     for home in (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl):
-        if hasattr(home, family.model):
-            return getattr(home, family.model)
+        found = getattr(home, family.model, None)
+        if found is not None:
+            return found
     raise UserError(
         f"model.vision.name: transformers {transformers.__version__} has no {family.model}. "
         f"Install version {TESTED_TRANSFORMERS}, which has it"

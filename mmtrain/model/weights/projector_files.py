@@ -42,8 +42,8 @@ from mmtrain.facts.connectors import (
 from mmtrain.facts.model_files import (
     Shape,
     find_model_folder,
+    optional_json,
     read_header,
-    read_json,
     tensor_shapes,
 )
 from mmtrain.facts.models import models_of
@@ -119,9 +119,7 @@ def find_projector(
         names = sorted(escape(entry.name) for entry in folder.iterdir())
         entries = ", ".join(names[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
-    config_file = folder / "config.json"
-    if config_file.is_file():
-        refuse_other_settings(read_json(config_file), f"{KEY}: {path}")
+    refuse_other_settings(optional_json(folder), f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
