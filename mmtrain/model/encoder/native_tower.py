@@ -156,7 +156,7 @@ def _in_cells(
     factor: int,
     block: int,
 ) -> Tensor:
-    """Bring a picture's features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
+    """Bring features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
     rows, columns = grid
     blocks = factor // block
     apart = features.reshape(rows, blocks, columns, blocks, block, block, -1)
