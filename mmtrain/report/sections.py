@@ -8,7 +8,7 @@ import base64
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def evaluations(run: RunRecord) -> Section:
     if run.benchmarks:
         columns = "benchmark, metric, >score, >answers, >step, versions"
         name = "Scores by lmms-eval (mmtrain benchmark)"
-        tables.append(table(name, columns, benchmark_rows(run.benchmarks)))
+        tables.append(table(name, columns, benchmark_rows(run.benchmarks.values())))
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,), tables=tables)
 
@@ -153,7 +153,7 @@ def evaluations(run: RunRecord) -> Section:
     return Section("evaluations", title, says, (chart,), tables)
 
 
-def benchmark_rows(benchmarks: Sequence[Record]) -> list[tuple[str, ...]]:
+def benchmark_rows(benchmarks: Iterable[Record]) -> list[tuple[str, ...]]:
     """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
     rows = []
     for record in benchmarks:
@@ -178,7 +178,8 @@ def answers(run: RunRecord) -> Section:
         )
         return Section("answers", title, (why,))
     room, questions = MAX_PICTURES_BYTES, []
-    for asked, before, after in run.questions:
+    for given in run.questions.values():
+        *_, asked = given.values()
         pictures = []
         for name in asked.pictures[:MAX_PICTURES]:
             picture = read_picture(run.folder, name)
@@ -186,11 +187,8 @@ def answers(run: RunRecord) -> Section:
                 picture = Picture(why="left out, so that the page stays small")
             room -= len(picture.source)
             pictures.append(picture)
-        given = []
-        for when, answer in (("before training", before), ("after training", after)):
-            if answer is not None:
-                given.append((when, answer.given, answer.right))
-        questions.append(Question(asked.key, asked.question, asked.truth, given, pictures))
+        texts = [(when, answer.given, answer.right) for when, answer in given.items()]
+        questions.append(Question(asked.key, asked.question, asked.truth, texts, pictures))
     says = (
         "Held-out questions, answered one token at a time. "
         "An answer is right if all its tokens are right."
