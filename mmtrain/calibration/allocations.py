@@ -56,7 +56,11 @@ def bytes_of_stages(
     return sizes
 
 
-def bytes_of_slices(front: SingleStage, blocks: int, device: torch.device) -> dict[str, int]:
+def bytes_of_slices(
+    front: SingleStage,
+    blocks: int,
+    device: torch.device,
+) -> dict[str, int]:
     """Return bytes that slices of the encoder work in: the first without a block, and one behind
     it.
     """
@@ -74,7 +78,10 @@ def bytes_of_slices(front: SingleStage, blocks: int, device: torch.device) -> di
 
 
 def _bytes_of_stage(
-    stage: SingleStage, device: torch.device, *, recomputes: bool = False
+    stage: SingleStage,
+    device: torch.device,
+    *,
+    recomputes: bool = False,
 ) -> dict[str, int]:
     _make_gradients(stage, recomputes=recomputes)
     works = (stage.forward, stage.release_output, stage.backward)
@@ -103,7 +110,11 @@ def _bytes_of_front(stage: SingleStage, device: torch.device) -> dict[str, dict[
     encode()
     front = _by_act(*others)
     front["kept"] += features
-    encoder = {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0}
+    encoder = {
+        "kept": encoded.end - features,
+        "forward": encoded.peak,
+        "backward": 0,
+    }
     return {"front": front, ENCODE: encoder}
 
 

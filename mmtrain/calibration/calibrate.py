@@ -124,6 +124,7 @@ class Calibrator:
         for matrix in self._matrices:
             shape = (alone.batch.position_ids.numel(), matrix.shape[1])
             self._factors[matrix.shape[1]] = torch.randn(shape, dtype=matrix.dtype, device=device)
+
         # before any message: see `warm_up` of mmtrain.engine.single_stage
         for stage in self._stages.values():
             stage.forward()
@@ -136,7 +137,13 @@ class Calibrator:
             if self._can_cut:
                 size = self._costs.encoder.hidden_bytes
                 tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=device)]
-            self._messages = MessageCosts(plan, channels, tensors, device, self._compute)
+            self._messages = MessageCosts(
+                plan,
+                channels,
+                tensors,
+                device,
+                self._compute,
+            )
         self.seconds: dict[str, list[float]] = defaultdict(list)
         """Seconds in every round, by what was measured."""
 
@@ -191,7 +198,13 @@ class Calibrator:
         self._time(REDUCE, self._reduce)
         self._time(UPDATE, self._update)
 
-    def _time_stage(self, name: str, stage: SingleStage, *, recomputes: bool = False) -> None:
+    def _time_stage(
+        self,
+        name: str,
+        stage: SingleStage,
+        *,
+        recomputes: bool = False,
+    ) -> None:
         stage.prepare(recomputes=recomputes)
         dist.barrier()
         self._time(f"{name} forward", stage.forward)
@@ -254,7 +267,7 @@ class Calibrator:
         # kind.
         if (tiles := self._host_batch.tiles) is not None:
             seconds[ENCODE] *= self._costs.work.tiles / len(tiles)
-        elements = sum(master.numel() for master in self._weights.by_name.values())
+        elements = sum(map(torch.numel, self._weights.by_name.values()))
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / elements
 
         # The patch embedding before the blocks takes less than a hundredth of them.
@@ -262,7 +275,7 @@ class Calibrator:
         if self._can_cut:
             of_block = seconds[ENCODE] / self._costs.encoder.blocks
         tokens = self._host_batch.position_ids.numel()
-        products = 2.0 * tokens * sum(m.numel() for m in self._matrices)
+        products = 2.0 * tokens * sum(map(torch.numel, self._matrices))
         layers, call_seconds = solve_layers(seconds, sizes, self._kinds, self._window)
         return Calibration(
             key=self._key,
@@ -320,7 +333,10 @@ def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
 
 
 def solve_layers(
-    seconds: Seconds, sizes: Bytes, kinds: Mapping[str, LayerKind], window: Sequence[str]
+    seconds: Seconds,
+    sizes: Bytes,
+    kinds: Mapping[str, LayerKind],
+    window: Sequence[str],
 ) -> tuple[dict[str, LayerMeasures], float]:
     """Return the measures of each kind of layer, by name, and the seconds of a call beyond its
     layers. Nothing is below 0.
@@ -344,7 +360,11 @@ def solve_layers(
     return layers, statistics.fmean(calls)
 
 
-def _bytes_of_layer(sizes: Bytes, kind: LayerKind, window: Sequence[str]) -> dict[str, int]:
+def _bytes_of_layer(
+    sizes: Bytes,
+    kind: LayerKind,
+    window: Sequence[str],
+) -> dict[str, int]:
     if not sizes:
         return {}
     own = sizes[kind.name]
@@ -367,9 +387,12 @@ def _bytes_of_layer(sizes: Bytes, kind: LayerKind, window: Sequence[str]) -> dic
 
 
 def _seconds_of_layers(
-    seconds: Seconds, direction: str, kinds: Mapping[str, LayerKind], window: Sequence[str]
+    seconds: Seconds,
+    direction: str,
+    kinds: Mapping[str, LayerKind],
+    window: Sequence[str],
 ) -> tuple[dict[str, float], float]:
-    """Seconds that each kind of layer adds in one direction, and those of a call beyond its
+    """Return the seconds of each kind of layer in one direction, and those of a call beyond its
     layers.
     """
 
@@ -399,25 +422,26 @@ def _seconds_of_layers(
     return layers, call
 
 
-def _second_forward(seconds: Seconds, forward: Mapping[str, float], window: Sequence[str]) -> float:
-    """Time that recomputing a layer adds, as a multiple of its forward; 1 where nothing
-    recomputes.
-    """
+def _second_forward(
+    seconds: Seconds,
+    forward: Mapping[str, float],
+    window: Sequence[str],
+) -> float:
+    """Return the time of a layer's recomputation as a multiple of its forward; 1 without any."""
     first = sum(forward[name] for name in window)
     if f"{recomputing(WINDOW)} backward" not in seconds or not first:
         return 1.0
-    more = sum(
-        seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"]
-        for way in ("forward", "backward")
-    )
+    more = 0.0
+    for way in ("forward", "backward"):
+        more += seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"]
     return max(0.0, more) / first
 
 
 def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
-    """Bytes that a layer behind another keeps more than one that begins a stage: its input, where
-    that is kept.
+    """Return the bytes of a layer's input, which a layer behind another may keep; one that begins
+    a stage does not.
 
-    Less what every stage keeps besides its layers, such as the rotations of its tokens.
+    Less those that every stage keeps besides its layers, such as the rotations of its tokens.
     """
     count = len(alone)
     if count == 1 or row not in sizes:
@@ -443,6 +467,7 @@ def table(calibration: Calibration) -> list[str]:
             layers[-1] += map(bytes_text, sizes)
     if len(layers[0]) > len(columns):
         columns += (">kept", ">kept\nrecomputing", ">working")
+
     call, end = _milliseconds(calibration.compute_seconds), _milliseconds(calibration.end_seconds)
     lines = [
         *table_lines(columns, layers),
@@ -470,7 +495,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def calibrate(
-    config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank, *, can_cut: bool = True
+    config: RunConfig,
+    plan: Plan,
+    device: Device,
+    file: Path,
+    rank: Rank,
+    *,
+    can_cut: bool = True,
 ) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 
@@ -481,7 +512,14 @@ def calibrate(
     join_process_group(own_device, timeout)
     rank.print_info(f"calibrating on {device.name}: loading layers")
     key = calibration_key(config, models, device)
-    calibrator = Calibrator(config, models, plan, own_device, key, can_cut=can_cut)
+    calibrator = Calibrator(
+        config,
+        models,
+        plan,
+        own_device,
+        key,
+        can_cut=can_cut,
+    )
     rounds = calibrator.warm_up(SECONDS)
     with ProgressBar("rounds", rounds, rank.console, "measurements") as progress:
         for done in range(rounds):

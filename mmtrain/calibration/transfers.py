@@ -130,7 +130,10 @@ def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def measure_fetches(
-    llm: LlmSection, plan: Plan, device: torch.device, timeout: int
+    llm: LlmSection,
+    plan: Plan,
+    device: torch.device,
+    timeout: int,
 ) -> dict[str, float]:
     """Return bytes a second of the plan's source, by its name; none for a plan that streams
     nothing. Collective.
@@ -141,6 +144,8 @@ def measure_fetches(
     replicas = replica_group(plan, rank, torch.device("cpu"), timeout)
     streamed = streamed_layers(plan, rank, device, replicas, timeout)
     assert streamed is not None
+
+    # any layer that this rank streams
     here = itertools.chain.from_iterable(stage.streamed for stage in plan.ranks[rank].stages)
     number = next(here, 0)
     load_decoder_layers(
@@ -157,6 +162,7 @@ def measure_fetches(
     layer = streamed.layers[number]
     _seconds_of_fetch(streamed, layer)  # warms up
     seconds = statistics.median(_seconds_of_fetch(streamed, layer) for _ in range(FETCHES))
+
     fetched = layer.bytes
     if plan.streaming.source == "peers":  # a rank keeps its own part
         fetched -= layer.bytes // plan.streaming.weight_shards

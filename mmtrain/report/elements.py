@@ -158,11 +158,6 @@ def _cell(value: str | float | None) -> str:
     return escape(value, MAX_CELL) if isinstance(value, str) else number(value)
 
 
-def percent(share: float | None) -> str:
-    """`97.4%`."""
-    return "-" if share is None else f"{share:.1%}"
-
-
 def number(value: float | None) -> str:
     """`2,001`, `0.1235`: four significant digits, whole numbers whole."""
     if value is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from mmtrain.base.printing import counted, first_few
+from mmtrain.base.printing import counted, first_few, percent
 from mmtrain.base.progress import clock
-from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number, percent
+from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number
 from mmtrain.report.records import Record, RunRecord
 
 SHOWN = 4  # names in a sentence
@@ -153,6 +153,7 @@ def _looked(run: RunRecord) -> Finding:
             "shuffled images at the end of a run."
         )
         return Finding("unknown", text)
+
     last = run.evaluations[-1]
     text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if gain := _gain(last, control):
@@ -164,6 +165,7 @@ def _looked(run: RunRecord) -> Finding:
     if (kept := control.samples - control.permuted_samples) > 0:
         their = "its" if kept == 1 else "their"
         text += f" {counted(kept, 'sample')} kept {their} own images."
+
     better, by_loss = _compare(last, control)
     if better > 0:
         why = "by the loss: it is higher with wrong images"

@@ -62,7 +62,10 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
 
 
 def _render(
-    title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]
+    title: str,
+    says: str,
+    findings: Mapping[str, Finding],
+    parts: Sequence[Section],
 ) -> str:
     scripts = _asset("echarts/echarts.common.min.js"), _asset("page.js")
     style = _asset("page.css")

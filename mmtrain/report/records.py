@@ -35,7 +35,10 @@ MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
 MAX_ENTRIES = 50_000  # of a list in a record
 MAX_POINTS = 2000  # of a curve in a chart
-BUSY = "compute", "communication", "data", "fetching"  # kinds of a rank's time
+# fields of a step that are drawn, and those that are added up
+CURVES = ["loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"]
+TOTALS = ["samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"]
+BUSY = ["compute", "communication", "data", "fetching"]  # kinds of a rank's time
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 WRONG = (ValueError, TypeError, AttributeError, KeyError)  # raised by readers of values
 Record = SimpleNamespace  # an object of a file, with those of its fields that are shown
@@ -146,7 +149,7 @@ METRICS = {
         *STEP,
         "number grad_norm lr tokens_per_second",
         "number? loss model_flops_utilization",
-        "count samples images tiles tokens supervised_tokens quarantined",
+        f"count {' '.join(TOTALS)}",
         "text? no_update",
         "measure seconds",
         "measure[] compute_seconds communication_seconds data_seconds fetching_seconds",
@@ -428,11 +431,11 @@ def _add_step(run: RunRecord, record: Record, now: float) -> None:
     run.steps += 1
     run.steps_done = done = record.step + 1
     run.seconds += record.seconds
-    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"):
+    for name in CURVES:
         run.curves[name].add(done, getattr(record, name))
     for pattern, rate in record.lr_groups.items():
         run.rates[pattern].add(done, rate)
-    for name in ("samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"):
+    for name in TOTALS:
         run.totals[name] += getattr(record, name)
     if record.no_update is not None:
         _add_event(run, Event("no update", done, now, record.no_update))
