@@ -443,7 +443,9 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[Models, Path]:
     """
     models = models_of(config)
     device = (
-        gpu_device(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else cpu_device(config)
+        gpu_device(torch.cuda.get_device_name())
+        if DEVICE.type == "cuda"
+        else cpu_device(config.parallel)
     )
     calibrator = Calibrator(
         config, models, make_plan(config), DEVICE, calibration_key(config, models, device)

@@ -209,7 +209,7 @@ def _layout(section: ModelSection, layout: type[ImageLayout], vision: VisionShap
                 f"{factor} x {factor}. Set model.vision.merger=true, for the encoder's own merger, "
                 "or a projector that joins 2 x 2, e.g. shuffle_mlp2x_gelu"
             )
-        numbers |= {"factor": side, "is_lfm2": native.is_lfm2}
+        numbers |= {"factor": side, "is_capped": native.is_capped}
     given = {key: value for key, value in numbers.items() if value is not None}
     made = layout(vision.features_per_image // factor**2, size, **given)
     if isinstance(made, Native):

@@ -198,7 +198,7 @@ class _Run:
             "branched_from": self.start and self.start.branched_from,
         }
         if rank.rank == 0:
-            self.about["settings_fingerprint"] = settings_fingerprint(config)
+            self.about["settings_fingerprint"] = settings_fingerprint(config.model)
 
     def _before_instruction(self, step: int, instruction: object) -> None:
         if not self.engine.is_training:

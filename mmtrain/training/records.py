@@ -148,7 +148,7 @@ class Recorder:
             device = gpu_device(torch.cuda.get_device_name())
         else:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-            device = cpu_device(config, local_ranks)
+            device = cpu_device(config.parallel, local_ranks)
 
         writes, asks = rank.rank == 0, config.eval.is_on and config.eval.show_answers > 0
         trackers = config.run.report_to if writes else ()
@@ -199,14 +199,7 @@ class Recorder:
 
         `left_out` are damaged held-out samples, `counts` those of a resumed run.
         """
-        self.account = SampleLog(
-            self._config,
-            packed,
-            readers,
-            self._rank.folder,
-            left_out,
-            counts,
-        )
+        self.account = SampleLog(packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:

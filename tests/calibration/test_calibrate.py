@@ -61,7 +61,7 @@ def calibrated(tiny, tmp_path_factory) -> RunConfig:
 
 def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated):
     config, models = calibrated, models_of(calibrated)
-    found = find_calibration(config, models, cpu_device(config))
+    found = find_calibration(config, models, cpu_device(config.parallel))
     costs = run_costs(config, models)
     assert found.layers.keys() == {kind.name for kind in costs.kinds}
     layer = found.layers[costs.layers[1].kind]
@@ -84,7 +84,7 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated):
     plan = make_plan(calibrated)
     assert plan.step_seconds > 0
     table = "\n".join(render(plan))
-    assert f"calibrated on {cpu_device(calibrated).name}" in " ".join(table.split())
+    assert f"calibrated on {cpu_device(calibrated.parallel).name}" in " ".join(table.split())
     assert f"step: {plan.step_seconds:,.3g} s" in table
 
 
@@ -97,7 +97,7 @@ def test_the_command_puts_it_where_plans_find_it_and_prints_the_plan(tiny, tmp_p
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     config = load_config(tiny / "config.yaml", OF_TWO)
-    assert find_calibration(config, models_of(config), cpu_device(config)).layers
+    assert find_calibration(config, models_of(config), cpu_device(config.parallel)).layers
     assert "\n".join(render(make_plan(config))) in ran.stdout
     assert max(map(len, ran.stdout.split("matrix products")[0].splitlines())) <= 80
 

@@ -153,9 +153,9 @@ def test_the_expected_micro_batch_is_of_images_that_come_near_what_is_expected(
     unsaid = config.changed(
         {"data.expected_image_tiles": None, "data.expected_image_positions": None}
     )
-    assert typical_tiling(unsaid, models.layout) == models.layout.tiling(640, 480)
+    assert typical_tiling(unsaid.data, models.layout) == models.layout.tiling(640, 480)
     short = config.changed({"data.pack_length": positions - 1})
-    assert typical_tiling(short, models.layout).positions < positions, (
+    assert typical_tiling(short.data, models.layout).positions < positions, (
         "one that a pack has room for"
     )
 

@@ -282,11 +282,11 @@ def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(
     tiny, monkeypatch, key, value, library, extra
 ):
     config = load_config(tiny / "config.yaml", [f"{key}={value}"])
-    refuse_missing_libraries(config, with_trackers=True)
+    refuse_missing_libraries(config.model, config.run.report_to)
     monkeypatch.setitem(sys.modules, library, None)
     message = (
         f"{key}: {library} is not installed. Install it: "
         f"pip install 'mmtrain[{extra}]', or leave it out"
     )
     with pytest.raises(UserError, match=re.escape(message)):
-        refuse_missing_libraries(config, with_trackers=True)
+        refuse_missing_libraries(config.model, config.run.report_to)

@@ -101,7 +101,7 @@ class Runner:
 
     def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
-        self.plan = make_plan(config, device=cpu_device(config))
+        self.plan = make_plan(config, device=cpu_device(config.parallel))
         mine = self.plan.ranks[dist.get_rank()]
         stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
         self.engine = FrozenPipelineEngine(config, self.plan, stages)
@@ -142,7 +142,7 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
     longest = max(settings.layouts, key=lambda layout: layout.pipeline)
     config = layout_config(settings, longest, parts, None)
     models = models_of(config)
-    key = calibration_key(config, models, cpu_device(config))
+    key = calibration_key(config, models, cpu_device(config.parallel))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
     with ProgressBar(
@@ -204,7 +204,8 @@ def describe(runner: Runner, name: str) -> dict[str, Any]:
     """Return what the planner predicts for the schedule that was run, and what was measured; every
     rank calls this.
     """
-    plan, seconds = runner.plan, make_plan(runner.config, device=cpu_device(runner.config)).seconds
+    plan, device = runner.plan, cpu_device(runner.config.parallel)
+    seconds = make_plan(runner.config, device=device).seconds
     predicted = simulate(Program(plan.schedule), seconds)
     # a window of the engine's clock ends before the optimizer
     working = predicted.seconds - seconds.end
