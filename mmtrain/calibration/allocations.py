@@ -18,8 +18,9 @@ ENCODE = "encoder"
 
 
 class Usage(NamedTuple):
-    """Bytes alive during some work and at its end, beyond those at its begin (less, if some of
-    those were released).
+    """Bytes alive during some work and at its end, beyond those at its begin.
+
+    They are below 0 if work releases bytes from before.
     """
 
     peak: int

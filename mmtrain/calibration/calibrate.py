@@ -453,8 +453,9 @@ def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
 
 
 def table(calibration: Calibration) -> list[str]:
-    """Return a calibration as lines for a terminal: a table of one more layer of each kind, and
-    all else that was measured.
+    """Return a calibration as lines for a terminal: a table of layers, then all else.
+
+    A row has the seconds and bytes that one more layer of its kind adds.
     """
     columns: tuple[str, ...] = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
     layers = []

@@ -159,7 +159,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """`2,001`, `0.1235`: four significant digits, whole numbers whole."""
+    """Return `2,001` or `0.1235`: four significant digits, whole numbers whole."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -170,6 +170,6 @@ def number(value: float | None) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

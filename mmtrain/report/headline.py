@@ -1,4 +1,4 @@
-"""The headline: what was trained, on what, whether it worked, what went wrong."""
+"""Headline of a page: answers to six questions about the run."""
 
 from __future__ import annotations
 
@@ -208,13 +208,14 @@ def _scores(scores: Record) -> str:
 
 
 def _few(first: Record, second: Record) -> bool:
-    """Whether too few answers are exact to say anything."""
+    """Return whether too few answers are exact to say anything."""
     return max(first.exact_match or 0.0, second.exact_match or 0.0) < FEW_EXACT
 
 
 def _compare(first: Record, second: Record) -> tuple[float, bool]:
-    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear, and whether
-    the loss decides.
+    """Return a number above 0 if `first` is better, below 0 if worse, and whether loss decides.
+
+    It is 0 where the difference is not clear.
     """
     if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
         return gain[0], False

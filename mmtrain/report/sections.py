@@ -1,5 +1,6 @@
-"""The sections of one run's page, each made from its RunRecord; one without data says what would
-give it.
+"""Sections of one run's page, each made from its RunRecord.
+
+A section without data tells how to get it.
 """
 
 from __future__ import annotations

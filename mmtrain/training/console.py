@@ -17,8 +17,9 @@ FIRST_STEPS = 3
 
 
 class Console:
-    """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one
-    in 5 seconds.
+    """Progress of a run for people: a live bar on a terminal, otherwise lines.
+
+    Lines tell of the first 3 steps, then of one in 5 seconds.
 
     `stream` is None on ranks that print nothing. Time left is estimated from the steps after the
     first one. Details go to the log, and with `verbose` to the console, too.
