@@ -159,7 +159,7 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
         rank.progress.at(0, layout.name)
         runners[layout.name] = Runner(layout_config(settings, layout, parts, file), models, weights)
 
-    calibrator.seconds = {}
+    calibrator.seconds.clear()
     _race(settings, runners, calibrator, rank)
     _save(calibrator, file)  # from here on it is that of the race's own minutes
     found: dict[str, Any] = {
