@@ -24,6 +24,7 @@ NOT_EVALUATED = (
 
 Look = Literal["line", "faint", "dots", "bar"]
 Unit = Literal["number", "share"]
+Tone = Literal["good", "bad", "mixed", "plain"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Finding:
 
     answer: str
     text: str
-    tone: Literal["good", "bad", "mixed", "plain"] = "plain"
+    tone: Tone = "plain"
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from mmtrain.base.printing import counted, first_few, percent
 from mmtrain.base.progress import clock
-from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number
+from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, Tone, listed, number
 from mmtrain.report.records import Record, RunRecord
 
 SHOWN = 4  # names in a sentence
@@ -123,7 +123,8 @@ def _worked(run: RunRecord) -> Finding:
     )
     better, by_loss = _compare(last, first)
     lower, higher = ("lower loss", "higher loss") if by_loss else ("better", "worse")
-    answer, tone = "no clear change", "mixed"
+    tone: Tone = "mixed"
+    answer = "no clear change"
     if better < 0:
         answer, tone = higher, "bad"
     elif better > 0:

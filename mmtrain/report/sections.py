@@ -179,7 +179,7 @@ def evaluations(run: RunRecord) -> Section:
 
 def benchmark_rows(benchmarks: Iterable[Record]) -> list[tuple[str, ...]]:
     """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for record in benchmarks:
         asked = number(record.answers)
         if record.limit:
@@ -404,13 +404,13 @@ def samples(run: RunRecord) -> Section:
     if run.quarantined:
         reasons = run.reasons.most_common()
         tables.append(table("Quarantined, by reason", "reason, >samples", reasons))
-        rows = []
+        left_out = []
         for q in run.quarantined:
             step = "from the start" if q.step is None else str(q.step + 1)
-            rows.append((step, q.key, q.reason, q.detail, q.shard))
-        caption = f"Quarantined samples, first {len(rows)} of {run.reasons.total():,}"
+            left_out.append((step, q.key, q.reason, q.detail, q.shard))
+        caption = f"Quarantined samples, first {len(left_out)} of {run.reasons.total():,}"
         columns = ">step, sample, reason, details, shard"
-        tables.append(table(caption, columns, rows, folded=True))
+        tables.append(table(caption, columns, left_out, folded=True))
     return Section("samples", "Samples", says, tables=tables)
 
 
