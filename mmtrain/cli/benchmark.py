@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     write_page([folder], folder / REPORT)
     new = [
         one
-        for one in read_run(folder).benchmarks
+        for one in read_run(folder).benchmarks.values()
         if (one.step, one.limit) == (checkpoint.step, options.limit)
     ]
     for task, metric, score, answers, step, _ in benchmark_rows(new):
