@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, get_args
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.shapes import ParameterShape, Shape
+from mmtrain.facts.settings import Shapes
+from mmtrain.facts.shapes import ParameterShape
 
 _STOCK_SETTINGS = {
     "projector_hidden_act": "gelu",
@@ -44,7 +45,7 @@ class Operation:
 
     key = ""  # of model.projector, that not all operations read
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         """Return the shapes of its parameters by name."""
         return {}
 
@@ -77,7 +78,7 @@ class RmsNorm(Operation):
     width: int
     eps: float
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {f"{self.name}.weight": (self.width,)}
 
     def cost(self, trained: Collection[str]) -> Cost:
@@ -88,7 +89,7 @@ class RmsNorm(Operation):
 
 
 class LayerNorm(RmsNorm):
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {f"{self.name}.{part}": (self.width,) for part in ("weight", "bias")}
 
 
@@ -99,8 +100,8 @@ class Linear(Operation):
     outputs: int
     has_bias: bool = True
 
-    def shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {f"{self.name}.weight": (self.outputs, self.inputs)}
+    def shapes(self) -> Shapes:
+        shapes: Shapes = {f"{self.name}.weight": (self.outputs, self.inputs)}
         if self.has_bias:
             shapes[f"{self.name}.bias"] = (self.outputs,)
         return shapes
@@ -141,7 +142,7 @@ class Gated(Operation):
     outputs: int
     key = "width"
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {
             f"{self.name}.gate_proj.weight": (self.inner, self.inputs),
             f"{self.name}.up_proj.weight": (self.inner, self.inputs),
@@ -169,7 +170,7 @@ class Newline(Operation):
     name: str
     width: int
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {self.name: (self.width,)}
 
 

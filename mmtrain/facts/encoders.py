@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.facts.model_files import Shape
+from mmtrain.facts.settings import Shapes
 from mmtrain.layouts.native import PatchOrder
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ TESTED_TRANSFORMERS = "5.23"  # has all classes that are named here and in stock
 ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
-def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
+def rows(tensors: Shapes, name: str | None) -> int:
     """Return the number of tokens that a tensor (..., features) holds; 0 without it."""
     if name not in tensors:
         return 0
@@ -98,7 +98,7 @@ class EncoderFamily:
             unused += (self.norm,)
         return unused
 
-    def prefix_tokens(self, tensors: Mapping[str, Shape]) -> int:
+    def prefix_tokens(self, tensors: Shapes) -> int:
         """Count class and register tokens, from the encoder's own tensors."""
         return sum(rows(tensors, name) for name in (self.class_token, *self.registers))
 
@@ -330,7 +330,7 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     )
 
 
-def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str) -> None:
+def check_plain_vit(tensors: Shapes, architecture: str, source: str) -> None:
     """Raise UserError for a timm model that is no stack of equal blocks over equal patches."""
     if architecture.startswith("naflexvit"):
         raise UserError(
