@@ -424,14 +424,7 @@ def vision_shape_from(
     tensors = family.own(tensors)
     patches = _patch_embedding(settings, tensors, source)
 
-    block_of = _block_of(family, tensors, source)
-    depth = max(block_of.values()) + 1
-    blocks_run = depth + select_layer + 1
-    if blocks_run < 1:
-        raise UserError(
-            f"model.vision.select_layer: {select_layer} is out of range: "
-            f"{source} has {depth} blocks, so -1 (the last) down to {-depth} (the first)"
-        )
+    blocks_run, running = _running(family, tensors, select_layer, source)
 
     # sizes of its images
     width = patches[0]
@@ -459,10 +452,7 @@ def vision_shape_from(
             )
         joined = native.block
         merged_width = tensors[native.merged][0]
-    parameters = []
-    for name, shape in tensors.items():
-        if block_of.get(name, 0) < blocks_run and not name.startswith(unused):
-            parameters.append(ParameterShape(f"vision.{name}", shape))
+    used = [name for name in running if not name.startswith(unused)]
     return VisionShape(
         source=source,
         family=family,
@@ -473,7 +463,7 @@ def vision_shape_from(
         prefix_tokens=family.prefix_tokens(tensors),
         image_size=image_size,
         patch_size=patch_size,
-        parameters=tuple(parameters),
+        parameters=tuple(ParameterShape(f"vision.{name}", tensors[name]) for name in used),
         blocks_run=blocks_run,
         merge=joined,
         merged_width=merged_width,
@@ -512,10 +502,13 @@ def _patch_embedding(settings: EncoderSettings, tensors: Shapes, source: str) ->
     return patches
 
 
-def _block_of(family: EncoderFamily, tensors: Shapes, source: str) -> dict[str, int]:
-    """Return the number of its block for each tensor of one.
+def _running(
+    family: EncoderFamily, tensors: Shapes, select_layer: int, source: str
+) -> tuple[int, list[str]]:
+    """Return the number of blocks that run, and the names of tensors but those of other blocks.
 
-    Raises UserError for too many blocks or none, and for blocks that are not equal.
+    Raises UserError for too many blocks or none, for blocks that are not equal, and for a selected
+    one that is not there.
     """
     numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
     block_of: dict[str, int] = {}
@@ -536,4 +529,10 @@ def _block_of(family: EncoderFamily, tensors: Shapes, source: str) -> dict[str, 
                 f"{source}: its block {number} has other tensors than block 0. "
                 "Download the folder again"
             )
-    return block_of
+    blocks_run = depth + select_layer + 1
+    if blocks_run < 1:
+        raise UserError(
+            f"model.vision.select_layer: {select_layer} is out of range: "
+            f"{source} has {depth} blocks, so -1 (the last) down to {-depth} (the first)"
+        )
+    return blocks_run, [name for name in tensors if block_of.get(name, 0) < blocks_run]
