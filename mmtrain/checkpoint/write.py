@@ -109,9 +109,9 @@ class SaveResult:
 
 
 class Checkpointer:
-    """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0
-    writes.
+    """Writes checkpoints in the background, on rank 0.
 
+    Collective: construct it, and call `save`, on every rank.
     `contributes`: whether this rank's tensors belong into the checkpoint. `report` is called on
     rank 0 with the outcome of each save. `saved` is the step of the run's own checkpoint from which
     it resumes. Cost: the copy that is being written, 12 bytes a trained parameter.

@@ -202,8 +202,9 @@ def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
-    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless
-    it is given.
+    """AyaVisionMultiModalProjector.
+
+    `alignment_intermediate_size` is the LLM's hidden size unless it is given.
     """
     inner = sizes.width or sizes.llm_width
     return (
@@ -232,16 +233,12 @@ def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
-    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear
-    layers.
-    """
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both layers."""
     return (*mlp2x_gelu(sizes), Pool(sizes.factor))
 
 
 def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
-    """Mistral3MultiModalProjector, and LightOnOcr's; its norm takes its eps from the LLM's
-    configuration.
-    """
+    """Mistral3MultiModalProjector, and LightOnOcr's; its norm has the eps of the LLM's norms."""
     return (
         RmsNorm("norm", sizes.vision_width, sizes.norm_eps),
         Shuffle(sizes.factor, feature_first=True),
@@ -253,9 +250,7 @@ def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def patch_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """The merger of LLaVA-OneVision 1.5 and Innovator-VL behind RICE, and Kimi-VL's projector
-    behind MoonViT.
-    """
+    """The merger behind RICE (LLaVA-OneVision 1.5, Innovator-VL) and MoonViT (Kimi-VL)."""
     return LayerNorm("norm", sizes.vision_width, eps=1e-5), *_merged(sizes)
 
 
@@ -270,8 +265,9 @@ def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
-    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks
-    (arXiv:2406.04334).
+    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks.
+
+    DeepStack: arXiv:2406.04334.
     """
     branches: list[Operation] = []
     for number in range(sizes.deepstack):
@@ -292,8 +288,9 @@ def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
 
 
 def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and Glm4vVisionPatchMerger;
-    GLM-OCR's too.
+    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and its PatchMerger.
+
+    GLM-OCR has it, too.
     """
     width = sizes.llm_width
     return (
