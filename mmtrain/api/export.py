@@ -1,6 +1,4 @@
-"""Export what a run has trained: alone, for LLaVA's code, or with its models for stock
-transformers.
-"""
+"""Export what a run has trained, alone or with its models."""
 
 from __future__ import annotations
 

@@ -15,8 +15,26 @@ from dataclasses import replace
 
 from mmtrain.demo.scene import CELLS, DIGITS, Item, Scene
 
-DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLOUR_WORDS = ("red", "green", "blue", "yellow", "white", "pink")
+DIGIT_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+)
+COLOUR_WORDS = (
+    "red",
+    "green",
+    "blue",
+    "yellow",
+    "white",
+    "pink",
+)
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
 ASK = (

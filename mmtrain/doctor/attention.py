@@ -41,8 +41,9 @@ def attention(folder: Path) -> str:
     expected = separate(borders, *(state.float() for state in states))
     difference = max(distance(ours, alone) for ours, alone in zip(results, expected, strict=True))
     backend = describe_backends([backends])[1][0].removeprefix("attention: ")
-    name = str(dtype).removeprefix("torch.")
-    text = f"{backend}; in {name} {difference:.1e} off separate documents"
+    text = (
+        f"{backend}; in {str(dtype).removeprefix('torch.')} {difference:.1e} off separate documents"
+    )
     if not difference <= TOLERANCES[dtype]:
         raise FailedError(
             f"{text}, at most {TOLERANCES[dtype]:g} is rounding",

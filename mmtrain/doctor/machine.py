@@ -13,7 +13,6 @@ from typing import Any
 
 from mmtrain.base.errors import MORE_SHARED_MEMORY, UserError
 from mmtrain.base.printing import bytes_text
-from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, SkippedError
 from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
 from mmtrain.plan.refusals import check_environment
@@ -111,14 +110,14 @@ def environment(folder: Path) -> str:
 def traps(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each of these environment variables that harms a pipeline."""
     try:
-        check_environment(load_config(DEMO, ["parallel.pipeline=2"]), variables)
+        check_environment(2, variables)
     except UserError as error:
         yield str(error)
     for variable, value, effect in TRAPS:
         if variables.get(variable, "").strip() == value:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
-        names = ", ".join(TORCHRUN_VARIABLES)
         yield (
-            f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"
+            f"{', '.join(TORCHRUN_VARIABLES)} are set: mmtrain train would act as a rank that "
+            "torchrun started; unset RANK"
         )

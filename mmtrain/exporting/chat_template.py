@@ -1,12 +1,13 @@
-"""The chat template of an exported folder: it writes what this run was trained on, and marks the
-answers in it.
+"""Write the chat template of an exported folder, and mark the answers in it.
 
-messages (contents: text, or lists of text and image parts) --jinja--> text with one <image> mark
-    per image
-chat_template.jinja --mark_answers--> the same text for every conversation, answers between {%
-    generation %} marks
-conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of
-    training, or no marks
+messages (contents: text, or lists of text and image parts)
+    --jinja--> text with one <image> mark per image
+chat_template.jinja
+    --mark_answers--> the same text for every conversation, answers between
+                      {% generation %} marks
+conversations
+    --stock tokenizer and processor, return_assistant_tokens_mask-->
+                      the label mask of training, or no marks
 
 For data.template=plain it writes images, then the beginning of the caption. Otherwise it is the
 template of training behind a preamble that turns lists of parts into the text of a LLaVA record.

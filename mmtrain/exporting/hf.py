@@ -1,23 +1,20 @@
-"""The whole model as a Hugging Face folder, which a stock class of transformers loads without
-mmtrain.
+"""Export the whole model as a Hugging Face folder, which a stock class of transformers loads.
 
 A run on text alone becomes a folder of the LLM's own class; with pictures:
 
-config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a
-    refusal
-checkpoint: projector -------------------------------->
-    multi_modal_projector.linear_{1,2}.{weight,bias}
-model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json,
-    README.md,
-model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
+models of the run --stock.exporters: which class?--> a StockClass (here LLaVA's), or a refusal
+projector ------------------------------------------> multi_modal_projector.linear_{1,2}.*
+model.vision.name --vision: exact conversion--------> vision_tower.*
+model.llm.path    --language: tensor by tensor------> language_model.*
+                                                      config.json, README.md, processor's files
 
 Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is
 written the stock class is tried without the weights; afterwards every byte is read again.
 
-names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched:
-    must all be empty
-the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or
-    a refusal
+names and shapes --transformers' own loading, on the meta device-->
+    missing, unexpected, mismatched: all must be empty
+the LLM's family, tiny --exported, loaded by the class-->
+    the same logits as the causal LM's own, or a refusal
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +39,17 @@ from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
-from mmtrain.exporting.projector_file import origin, run_tensors
-from mmtrain.exporting.published_files import code_named_in, write_json
-from mmtrain.exporting.tensors import TensorSource, cast_to, named, require_space, write_shards
+from mmtrain.exporting.projector_file import opened
+from mmtrain.exporting.published_files import Json, code_named_in, write_json
+from mmtrain.exporting.tensors import (
+    Progress,
+    Sources,
+    Tensors,
+    cast_to,
+    named,
+    require_space,
+    write_shards,
+)
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
@@ -58,7 +63,7 @@ from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
-from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of
+from mmtrain.stock.exporters import class_of, whole_of
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
@@ -92,7 +97,7 @@ def export_hf(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
     merged: bool = True,
 ) -> ExportedModel:
     """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
@@ -104,13 +109,11 @@ def export_hf(
     """
     models, template = checkpoint.models, checkpoint.config.data.template
     stored_as = str(dtype).removeprefix("torch.")
-    trained = run_tensors(checkpoint)
-    about = origin(checkpoint, trained)
+    trained, about = opened(checkpoint, "hf" if merged else "peft")
     if not merged:
         for name in filter(is_llm_adapter, about["trained"]):
             del trained[name]
         about["trained"] = list(itertools.filterfalse(is_llm_adapter, about["trained"]))
-    refuse_unfit_format("hf", checkpoint.path, models, about["trained"])
     stock = class_of(models) or CausalClass(models.llm_folder)
     _refuse_replaced_weights(checkpoint)
 
@@ -138,9 +141,9 @@ def export_hf(
 
 def _write_cast(
     folder: Path,
-    tensors: Mapping[str, TensorSource],
+    tensors: Sources,
     shard_bytes: int,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> None:
     """Write the tensors in files of `shard_bytes`; raises UserError where the disk is too small."""
     done = 0
@@ -155,7 +158,7 @@ def _write_cast(
     write_shards(folder, tensors, shard_bytes, show)
 
 
-def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
+def _untie(folder: Path, tensors: Sources) -> None:
     """Say in config.json that the head is not tied where it has other values than the embedding.
 
     Then transformers ties nothing, whatever config.json says, while other readers drop the head.
@@ -178,7 +181,7 @@ def _write_text(
     stock: CausalClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
@@ -195,7 +198,7 @@ def _write_multimodal(
     stock: StockClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
@@ -294,9 +297,7 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]
-) -> None:
+def refuse_loading_faults(stock: ExportedClass, config: Json, tensors: Sources) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -372,7 +373,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 
 def kept_in_float32(
-    stock: ExportedClass, config: Mapping[str, Any], names: Collection[str], dtype: torch.dtype
+    stock: ExportedClass, config: Json, names: Collection[str], dtype: torch.dtype
 ) -> set[str]:
     """Return the tensors that must not be rounded: those that a model of `dtype` loads in fp32."""
     with torch.device("meta"):
@@ -386,9 +387,7 @@ def kept_in_float32(
     return kept
 
 
-def _load(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load(stock: ExportedClass, config: Json, tensors: Tensors) -> tuple[PreTrainedModel, Json]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

@@ -1,8 +1,7 @@
-"""The small files of an export: which ones leave the folder of a published model, and what is taken
-out of them.
+"""Copy the small files of a published model into an export, without what names code.
 
-model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON
-    that names no code
+model's folder --copy_files--> the files that stock classes read
+content --write_json--> JSON that names no code
 
 The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be
 code.
@@ -20,6 +19,7 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.facts.model_files import foreign_files, optional_json
 from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
+Json = dict[str, Any]  # what a file of JSON holds
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 

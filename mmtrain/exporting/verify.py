@@ -1,12 +1,13 @@
-"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers
-one prompt?
+"""Compare the logits of an exported folder with mmtrain's, and answers in batches with single ones.
 
-documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised
-    positions
-          --the folder's stock class, from_pretrained(folder)---------------> the same logits,
-              within BOUND
-three prompts of different lengths --generate, one at a time--> tokens and logits
-                                   --generate, one padded batch--> the same logits, within BOUND
+documents
+    --mmtrain: the whole model as one stage, trained tensors loaded-->
+        logits at supervised positions
+    --the folder's stock class, from_pretrained(folder)-->
+        the same logits, within BOUND
+three prompts of different lengths
+    --generate, one at a time--> tokens and logits
+    --generate, one padded batch--> the same logits, within BOUND
 
 Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding
 does not hide a tensor in the wrong place. A batch adds in another order, which may swap two tokens
@@ -144,7 +145,6 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
             batch = make_batch(
                 [Pack((document,))],
                 len(document.input_ids),
-                processor.padding_id,
                 processor.decode,
                 has_grid=processor.layout.has_grid_positions,
             )
@@ -158,9 +158,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 def whole_model(checkpoint: StepFolder) -> Stage:
     """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
-    in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
-    # `run_tensors` has all of it
-    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})
+    config = checkpoint.config.changed(
+        {
+            "model.llm.dtype": "float32",
+            "model.vision.dtype": "float32",
+            "model.projector.init_from": None,  # `run_tensors` has all of it
+        }
+    )
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())

@@ -1,18 +1,17 @@
-"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its
-weights.
+"""Convert a run's vision encoder exactly into the vision tower of a Hugging Face folder.
 
-encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock
-    vision model
-      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
-          the run's features
+encoder (timm ViT, or a vision model of transformers)
+    --> configuration and tensors of a stock vision model
+    --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
+        the run's features
 
 A transformers encoder is written as it is stored, unless it has registers, which classes would take
 for patches. A timm ViT gets other names; features differ by rounding alone:
-                                                    `vision_config`
+
+    encoder                                         `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
-    timm: class token                               dinov2, its layer scales 1 where the encoder has
-                                                    none
+    timm: class token                               dinov2, with layer scales of 1 if it has none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral
@@ -27,7 +26,6 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import timm
@@ -40,7 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ModelSection, VisionSection
 from mmtrain.exporting.language import take_merged
-from mmtrain.exporting.tensors import TensorSource, in_memory, stored
+from mmtrain.exporting.tensors import Sources, Tensors, in_memory, stored
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.encoders import FAMILIES, family_of
 from mmtrain.facts.families import encoder_config, encoder_tensors
@@ -49,7 +47,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 # Of a transformers configuration: those of many, those of DINOv2, ViT, DINOv3, InternViT, SigLIP 2
@@ -87,7 +85,7 @@ KNOWN_MODULES = {
 }
 
 
-def encoder_for_export(models: Models, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+def encoder_for_export(models: Models, trained: Tensors) -> ExportedEncoder:
     """Return the encoder of a run as a stock vision model.
 
     A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32.
@@ -118,9 +116,7 @@ def encoder_for_export(models: Models, trained: Mapping[str, torch.Tensor]) -> E
     )
 
 
-def merged_encoder(
-    section: ModelSection, trained: Mapping[str, TensorSource]
-) -> dict[str, torch.Tensor]:
+def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
     """Return the trained tensors of a run's encoder, by their names in it, adapters merged.
 
     `trained` has them by global names. Raises UserError for an adapter of a layer that the encoder
@@ -146,7 +142,7 @@ def merged_encoder(
     return {name.removeprefix("vision."): source.read() for name, source in sources.items()}
 
 
-def wrapped_timm_encoder(models: Models, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
     """Return the timm encoder of a run for transformers' timm_wrapper.
 
     `trained` tensors, by their names in the encoder, replace its own. timm_wrapper rebuilds it from
@@ -193,8 +189,8 @@ def wrapped_timm_encoder(models: Models, trained: Mapping[str, torch.Tensor]) ->
 
 
 def _from_transformers(
-    folder: Path, trained: Mapping[str, torch.Tensor], chosen: VisionSection
-) -> tuple[dict, dict[str, TensorSource]]:
+    folder: Path, trained: Tensors, chosen: VisionSection
+) -> tuple[dict, Sources]:
     """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
     place.
     """
@@ -202,7 +198,7 @@ def _from_transformers(
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
-    files = family.own(encoder_tensors(folder, tensor_places(folder)))
+    files = family.own(encoder_tensors(folder, tensor_entries(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
@@ -251,8 +247,8 @@ def _from_transformers(
 
 
 def _from_timm(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
-) -> tuple[dict, dict[str, TensorSource]]:
+    model: nn.Module, name: str, trained: Tensors, final_norm: bool
+) -> tuple[dict, Sources]:
     """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
     ones in their place.
 
@@ -280,7 +276,7 @@ def _from_timm(
     for block in range(len(model.blocks)):
         for own, stock_name in stock.block.items():
             stems[f"blocks.{block}.{own}"] = f"{stock.blocks}.{block}.{stock_name}"
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for own, tensor in state.items():
         stem, _, kind = own.rpartition(".")
         if own.split(".")[0] in BEHIND_THE_BLOCKS:
@@ -314,8 +310,8 @@ def _refuse_registers(name: str, registers: int) -> None:
 
 
 def _fill_in(
-    tensors: dict[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    state: Tensors,
     stock: StockModel,
     model: nn.Module,
 ) -> None:
@@ -403,9 +399,7 @@ def _timm_config(model: nn.Module, stock: StockModel) -> dict:
     return config
 
 
-def _with_trained(
-    state: dict[str, torch.Tensor], trained: Mapping[str, torch.Tensor], encoder: str
-) -> dict[str, torch.Tensor]:
+def _with_trained(state: Tensors, trained: Tensors, encoder: str) -> Tensors:
     """Return the tensors of an encoder with `trained` ones in their place.
 
     Raises UserError for one that it does not have.

@@ -1,23 +1,21 @@
 """Write the folder of a whole M-RoPE model again, with what a run trained in its place.
 
-folder of model.llm.path and model.vision.name --files that its class reads--> copied; what the run
-    changed is written
-its tensors, trained ones in their place by name--------------------------> TensorSource by name on
-    disk
+folder of model.llm.path and model.vision.name
+    --files that its class reads--> copied; what the run changed is written
+    --its tensors, trained ones in their place by name--> TensorSource by name on disk
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.exporting.chat_template import load_template
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, transform_of
-from mmtrain.exporting.published_files import copy_files, write_json
-from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.exporting.published_files import Json, copy_files, write_json
+from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import (
     canonical_name,
@@ -30,7 +28,7 @@ from mmtrain.facts.model_files import foreign_files, model_config, read_json
 from mmtrain.facts.models import Models
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
 from mmtrain.stock.stock_class import StockClass
 
@@ -39,14 +37,14 @@ _UNMARKED = (
     "be used with it."
 )
 # tensors, config.json, and what the card shows
-Written = tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]
+Written = tuple[Sources, Json, Json]
 
 
 def write_back(
     stock: StockClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
@@ -59,7 +57,7 @@ def write_back(
         content["dtype"] = dtype
         write_json(folder / "config.json", content)
 
-    tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
+    tensors = {name: stored(*entry) for name, entry in tensor_entries(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source, tensors).items():
         own = tensors[name]

@@ -25,9 +25,6 @@ from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
-# what is above this quantile shares one bin, so that a few giants do not squeeze all others into
-# one
-
 
 @dataclass(frozen=True, eq=False)
 class Survey:

@@ -63,7 +63,7 @@ def plan_here(
                 "each rank needs its own; use fewer ranks or more machines, or set "
                 "CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
-        check_environment(config, os.environ)
+        check_environment(config.parallel.pipeline, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
     device = device or device_here(config, gpus, local_ranks)
     try:

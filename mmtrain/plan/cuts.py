@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simulate
@@ -42,8 +41,13 @@ Slices = tuple[int, ...]
 """Blocks of the encoder that each pipeline rank holds."""
 
 
-def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
-    return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
+def given_cut(boundaries: Sequence[int], costs: StageCosts) -> Cut:
+    return (0, *(boundary + 1 for boundary in boundaries), costs.count)
+
+
+def boundaries_of(cut: Cut) -> tuple[int, ...]:
+    """Return the decoder layers at which stage 1, 2, ... begin."""
+    return tuple(border - 1 for border in cut[1:-1])
 
 
 def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:

@@ -155,7 +155,17 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
                 end += f" ({WHY_KILLED[-code]})"
             return Failure(1, f"{last_seen(job, records, rank, end)}\nlog: {job.log}")
         step, work = RankProgress.read(records / f"progress-{rank}")
-        errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
+        errors.append(
+            ErrorRecord(
+                rank,
+                step,
+                work,
+                "peer",
+                timed_out[rank],
+                "",
+                time.time(),
+            )
+        )
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
         return Failure(2, first.cause)

@@ -117,19 +117,19 @@ def refuse_unusable(machine: Machine) -> None:
     build = f"torch {machine.torch}"
     built_for = machine.built_for
     driver_cuda = machine.driver_cuda
-    if built_for is not None and driver_cuda is not None:
-        known = ".".join(map(str, driver_cuda))
-        if driver_cuda[0] < int(built_for.split(".")[0]):
-            raise UserError(
-                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. Update "
-                f"the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
-            )
+    knows_both = built_for is not None and driver_cuda is not None
+    if knows_both and driver_cuda[0] < int(built_for.split(".")[0]):
+        major, minor = driver_cuda
+        raise UserError(
+            f"the GPU driver supports CUDA {major}.{minor}, but {build} has CUDA {built_for}. "
+            f"Update the driver, install a build of torch for CUDA {major}, or {ON_THE_CPU}"
+        )
     # a run for GPUs must not begin on the CPU in silence
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
     for number, gpu in enumerate(machine.gpus):
-        fitting = [name for name in machine.architectures if _runs_on(name, gpu.capability)]
-        if machine.architectures and not fitting:
+        fits = any(_runs_on(name, gpu.capability) for name in machine.architectures)
+        if machine.architectures and not fits:
             major, minor = gpu.capability
             raise UserError(
                 f"GPU {number}, {gpu.name}, has compute capability {major}.{minor}, but {build} "
@@ -190,7 +190,12 @@ def _gpu(torch: Any, index: int) -> Gpu:
     free = _free_by_nvml(str(getattr(properties, "uuid", "")))
     if free is None:
         free = torch.cuda.mem_get_info(index)[0]
-    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        free,
+        (properties.major, properties.minor),
+    )
 
 
 def _free_by_nvml(uuid: str) -> int | None:

@@ -234,10 +234,8 @@ def describe(runner: Runner, name: str) -> dict[str, Any]:
     """
     peaks: list[int] = [0] * WORLD
     dist.all_gather_object(peaks, runner.peak_bytes())
-    plan, seconds = (
-        runner.plan,
-        make_plan(runner.config, device=cpu_device(runner.config.parallel)).seconds,
-    )
+    plan, device = runner.plan, cpu_device(runner.config.parallel)
+    seconds = make_plan(runner.config, device=device).seconds
     predicted = simulate(Program(plan.schedule), seconds)
     # a window of the engine's clock ends before the optimizer
     working = predicted.seconds - seconds.end

@@ -62,6 +62,9 @@ class Validator:
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
+        full = self.samples_per_shard
+        if self.shard_bytes is not None:
+            full = self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
         number = filled = text_rejections = 0
         candidates = []
         rejected = []
@@ -73,7 +76,14 @@ class Validator:
                 identifier = value.get("id") if isinstance(value, dict) else None
                 if not isinstance(identifier, str | int):
                     identifier = None
-                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
+                rejected.append(
+                    BadRecord(
+                        record,
+                        identifier,
+                        error.reason,
+                        error.detail,
+                    )
+                )
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
@@ -82,10 +92,16 @@ class Validator:
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
-            candidate = Candidate(record, key, named.content, named.images, holds_images)
+            candidate = Candidate(
+                record,
+                key,
+                named.content,
+                named.images,
+                holds_images,
+            )
             size = self._size(candidate, adapted.images)
 
-            if candidates and filled + size > self._full:
+            if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number += 1
                 filled = 0
@@ -104,12 +120,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    @property
-    def _full(self) -> int:
-        if self.shard_bytes is None:
-            return self.samples_per_shard
-        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
 
     def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
         """Return what a candidate adds to its shard, in the limit's unit."""

@@ -252,7 +252,14 @@ def qa_turns(record: object, images: int) -> Turns:
                 messages.append({**pair, "role": role, "content": pair.get(role)})
         return _conversation(record, messages, images)
 
-    question = _question(record)
+    question = value_text(first_value(record, QUESTION_KEYS))
+    more = value_text(first_value(record, ("input",)))  # Alpaca's, behind its question
+    if question is None:
+        question = more
+    elif isinstance(question, str) and isinstance(more, str):
+        question = f"{question}\n{more}"
+    elif more is not None:
+        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         raise BadSample(
@@ -268,20 +275,6 @@ def qa_turns(record: object, images: int) -> Turns:
             )
         messages += [*_messages("user", pair[0]), *_messages("assistant", pair[1])]
     return _conversation(record, messages, images)
-
-
-def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one.
-
-    Raises BadSample.
-    """
-    question = value_text(first_value(record, QUESTION_KEYS))
-    more = value_text(first_value(record, ("input",)))
-    if question is None or more is None:
-        return more if question is None else question
-    if not (isinstance(question, str) and isinstance(more, str)):
-        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
-    return f"{question}\n{more}"
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
@@ -502,10 +495,14 @@ def _text(number: int, content: object) -> str:
     was_image = False
     for place, part in enumerate(parts):
         piece = part
-        is_image = False
-        if isinstance(part, dict):
-            is_image = is_image_part(part)
-            piece = _part_text(number, part, is_image)
+        is_image = isinstance(part, dict) and is_image_part(part)
+        if is_image:
+            refuse_unread_parts(number, part, ("text",))
+            piece = IMAGE_MARK
+        elif isinstance(part, dict):
+            refuse_unread_parts(number, part, IMAGE_PARTS)
+            has_text = part.get("type", "text") in TEXT_PARTS
+            piece = has_text and value_text(part.get("text"))
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
         if place and (is_image or was_image):
@@ -513,14 +510,6 @@ def _text(number: int, content: object) -> str:
         text += piece
         was_image = is_image
     return text
-
-
-def _part_text(number: int, part: dict, is_image: bool) -> object:
-    if is_image:
-        refuse_unread_parts(number, part, ("text",))
-        return IMAGE_MARK
-    refuse_unread_parts(number, part, IMAGE_PARTS)
-    return value_text(part.get("text")) if part.get("type", "text") in TEXT_PARTS else None
 
 
 def is_image_part(part: dict) -> bool:

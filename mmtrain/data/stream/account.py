@@ -88,9 +88,8 @@ class SampleLog:
         self._quarantined: Counter[int] = Counter()
         self._read = self._lost = 0  # samples, over all replicas
         self._epoch = 0  # the first that is not complete
-        self._first_pack = (
-            packed.first_step * self.config.train.packs_per_step
-        )  # that is accounted for
+        # that is accounted for
+        self._first_pack = packed.first_step * self.config.train.packs_per_step
         unusable = list(packed.catalog.faults.values())
         if state is not None:
             self._first_pack = state["first_pack"]

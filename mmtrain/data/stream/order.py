@@ -228,7 +228,13 @@ class PackOrder:
                 samples.append(window[list(chain.from_iterable(packs))])
                 sizes += map(len, packs)
         overlong = drawn - unusable - kept
-        return EpochPlan(np.concatenate(samples), np.cumsum(sizes), drawn, overlong, unusable)
+        return EpochPlan(
+            np.concatenate(samples),
+            np.cumsum(sizes),
+            drawn,
+            overlong,
+            unusable,
+        )
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Return packs [first, first + count); raises UserError where an epoch holds none."""

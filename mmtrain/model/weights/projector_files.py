@@ -87,7 +87,10 @@ class ProjectorFiles:
     is_part: bool = False
 
 
-def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
+def find_projector(
+    path: str,
+    later: frozenset[Path] = frozenset(),
+) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
     Raises UserError for a path that is not in the table above, for damaged files, for another kind
@@ -115,7 +118,10 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
-def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+def local_names(
+    disk_names: Iterable[str],
+    source: str | Path,
+) -> dict[str, str]:
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
@@ -134,8 +140,8 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
 
 def as_matrix(shape: Sequence[int]) -> Shape:
-    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
-    matrix (D, 4 W) here.
+    """Return a tensor's shape in a connector, where GLM's convolution (D, W, 2, 2) is a matrix (D,
+    4 W).
     """
     if len(shape) <= 2:
         return tuple(shape)
@@ -143,7 +149,9 @@ def as_matrix(shape: Sequence[int]) -> Shape:
 
 
 def refuse_unfit(
-    shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path
+    shapes: Mapping[str, Shape],
+    operations: Sequence[Operation],
+    source: str | Path,
 ) -> None:
     """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline
     may be lacking.
@@ -161,7 +169,13 @@ def refuse_unfit(
         blocks = {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
         for kind in CONNECTORS:
             section = ProjectorSection(type=kind)
-            other = connector(section, 1, 2, NEWLINE in shapes, deepstack=len(blocks))
+            other = connector(
+                section,
+                1,
+                2,
+                NEWLINE in shapes,
+                deepstack=len(blocks),
+            )
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. "
@@ -188,8 +202,8 @@ def refuse_unfit(
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does
-    not fit `run`.
+    """Raise UserError, before a rank starts, for a `model.projector.init_from` that is missing or
+    does not fit `run`.
     """
     path = config.model.projector.init_from
     if path is None:
@@ -227,7 +241,10 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
-def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
+def _in_checkpoint(
+    checkpoint: StepFolder,
+    later: frozenset[Path],
+) -> ProjectorFiles:
     file = checkpoint.tensors_file
     folder = checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
@@ -243,12 +260,17 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
-def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+def _projector_alone(
+    shapes: Mapping[str, Shape],
+    source: str | Path,
+) -> dict[str, Shape]:
     return {name: shapes[name] for name in local_names(shapes, source).values()}
 
 
 def _local_name(name: str) -> str | None:
-    """Name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep theirs."""
+    """Return the name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep
+    theirs.
+    """
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None

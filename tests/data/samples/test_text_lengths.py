@@ -43,7 +43,7 @@ def test_another_process_can_be_given_a_counter(template):
     count = TextCounter(Tokenization("demo:llm", template))
     given = pickle.loads(pickle.dumps(count))
     sample = Sample("a", "s.tar", (("human", "<image>\nWhat?"), ("gpt", "A red two.")), (b"",))
-    assert given(sample) == count(sample) > 3 and given.fingerprint == count.fingerprint
+    assert given(sample) == count(sample) > 3 and given.how == count.how
 
 
 def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
