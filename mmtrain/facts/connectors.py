@@ -10,14 +10,14 @@ have the names of the stock class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.settings import Shapes
+from mmtrain.facts.settings import Settings, Shapes
 from mmtrain.facts.shapes import ParameterShape
 
 _STOCK_SETTINGS = {
@@ -227,8 +227,7 @@ def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor),
         LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
         Linear("linear_1", sizes.shuffled, sizes.llm_width),
-        Gelu(sizes.llm_width),
-        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+        *mlp2x_gelu(sizes)[1:],
     )
 
 
@@ -359,7 +358,7 @@ def has_deepstack(section: ProjectorSection) -> bool:
     return any(isinstance(operation, Branch) for operation in operations)
 
 
-def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
+def refuse_other_settings(config_json: Settings, source: str) -> None:
     """Raise UserError for a config.json with another function of a connector's tensors."""
     settings = _STOCK_SETTINGS
     # its linear layers have no bias, by default and here

@@ -44,6 +44,8 @@ class NativeInput:
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     # its merger's last weight, from which the width of what it makes is read
     merged: str | None = None
+    has_merge_sizes: bool = False  # it asks for the patches a side that are merged: 1
+    is_cut_out: bool = False  # it takes patches as small pictures (1, P, 3, side, side)
     is_capped: bool = False  # of its layout, `Native`, as its stock class's processor resizes
 
 
@@ -191,7 +193,7 @@ _PADDLE = EncoderFamily(
     beside=("vision_model.head.", "vision_model.embeddings.packing_position_embedding."),
     image_size=14,
     depth=27,
-    native=NativeInput("c dy dx", "packed"),
+    native=NativeInput("c dy dx", "packed", is_cut_out=True),
 )
 _VIDEO_LLAMA = replace(
     _SIGLIP,
@@ -200,7 +202,7 @@ _VIDEO_LLAMA = replace(
     beside=(),
     outer=(),
     image_size=16,
-    native=NativeInput("c dy dx", "packed"),
+    native=NativeInput("c dy dx", "packed", has_merge_sizes=True),
 )
 _MOONVIT = EncoderFamily(
     model="MoonViTModel",  # of modules.moonvit

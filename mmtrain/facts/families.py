@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -173,7 +173,7 @@ def refuse_without_mrope(family: str, source: str) -> None:
         )
 
 
-def quantised_by(config_json: Mapping[str, Any]) -> str | None:
+def quantised_by(config_json: Settings) -> str | None:
     """Return a checkpoint's method of quantisation, from its raw config.json; None: it has none."""
     for settings in map(config_json.get, SYNONYMS["quantisation"]):
         if settings:
@@ -378,7 +378,7 @@ def llm_config(folder: Path) -> Settings:
     return config | {key: value for key, value in more.items() if value is not None}
 
 
-def _plain_scales(text: Mapping[str, Any]) -> Settings:
+def _plain_scales(text: Settings) -> Settings:
     """Return the keys by which a text model alone scales, with values that change nothing.
 
     Multimodal classes do not scale by them.
@@ -389,7 +389,7 @@ def _plain_scales(text: Mapping[str, Any]) -> Settings:
     return {key: value for key, value in plain.items() if key in used}
 
 
-def scaled_by(text: Mapping[str, Any]) -> str:
+def scaled_by(text: Settings) -> str:
     """Return a key by which a text model, but no multimodal class, scales or caps; "": none."""
     for key, plain in _plain_scales(text).items():
         if text.get(key, key) not in (None, plain):
@@ -465,13 +465,13 @@ def holds_encoder(folder: Path) -> bool:
     return holds_parts(folder) and "vision_config" in model_config(folder)
 
 
-def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> Settings:
+def _part(config_json: Settings, key: str, folder: Path) -> Settings:
     if not config_json.get(key):
         raise UserError(f"{folder}: config.json has no {key}. Download the file again")
     return config_json[key]
 
 
-def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path) -> str:
+def _one_prefix(pattern: re.Pattern[str], names: Settings, folder: Path) -> str:
     prefixes = sorted({match[1] for match in map(pattern.match, names) if match})
     if len(prefixes) == 1:
         return prefixes[0]

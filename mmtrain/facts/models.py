@@ -212,7 +212,7 @@ def _layout(section: ModelSection, layout: type[ImageLayout], vision: VisionShap
         numbers |= {"factor": side, "is_capped": native.is_capped}
     given = {key: value for key, value in numbers.items() if value is not None}
     made = layout(vision.features_per_image // factor**2, size, **given)
-    if isinstance(made, Native):
+    if layout.attends_across:
         _refuse_small_bounds(made)
     return made
 

@@ -6,7 +6,6 @@ hours of work, a traceback, or memory that a rank lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.base.errors import UserError
@@ -133,7 +132,7 @@ _OTHERS = _by_key(
 )
 
 
-def first(config_json: Mapping[str, Any], fact: str) -> Any:
+def first(config_json: Settings, fact: str) -> Any:
     """Return the value of the first key of a fact that a config.json has; None: it has none."""
     values = map(config_json.get, SYNONYMS[fact])
     return next((value for value in values if value is not None), None)
