@@ -98,6 +98,7 @@ def test_help_shows_examples_with_configs_that_exist_and_what_exit_codes_mean(ca
 # ---- --plan
 
 
+@pytest.mark.nightly
 def test_a_reader_that_leaves_early_is_no_error(tiny):
     reader, writer = os.pipe()
     os.close(reader)
@@ -123,7 +124,7 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
     )
 
 
-@pytest.mark.parametrize("configs", [CONFIGS[::6], nightly(CONFIGS)], ids=len)
+@pytest.mark.parametrize("configs", [CONFIGS[::12], nightly(CONFIGS)], ids=len)
 def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(tmp_path, configs):
     code = (
         "import sys; from mmtrain.launch import main;"
@@ -153,6 +154,7 @@ def wait_until_it_trains(command: Command, folder: Path) -> None:
     assert command.process.poll() is None, command.stderr
 
 
+@pytest.mark.nightly
 def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_step(tiny, tmp_path):
     arguments, folder = started(tiny, tmp_path)
     with running(arguments, tmp_path) as command:

@@ -5,6 +5,7 @@ data of mmtrain.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rank_runs import train
 from safetensors.torch import load_file
 from tiers import nightly
 
+import mmtrain
 from mmtrain import launch
 from mmtrain.config.load import load_config
 from mmtrain.demo.data import make_demo_shards
@@ -21,6 +23,7 @@ from mmtrain.demo.data import make_demo_shards
 AFTER = CONFIG.with_name("demo_lora.yaml")
 SHEET = CONFIG.with_name("demo_sheet.yaml")
 NATIVE = CONFIG.with_name("demo_native.yaml")
+NOTEBOOK = Path(mmtrain.__file__).with_name("docs") / "quickstart.ipynb"
 
 
 @pytest.fixture
@@ -94,6 +97,20 @@ def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(demo_run):
     assert "[rank 0] attention: " in log
 
 
+def test_the_cells_of_the_notebook_show_score_ask_and_export_a_run(demo, tmp_path, monkeypatch):
+    """Without Jupyter and its training, which tests/api/test_notebook.py has."""
+    made = mmtrain.load_run(shutil.copytree(demo.folder, tmp_path / demo.folder.name))
+    monkeypatch.setattr(mmtrain, "train", lambda config, show: made)
+    monkeypatch.setattr(type(made), "watch", lambda run, stop_when_interrupted: run.wait())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["after"] == made.scores[-1]
+    assert (tmp_path / "exported" / "notebook" / "config.json").exists()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1000)
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo):
@@ -137,6 +154,7 @@ def begun_with(demo: DemoRun, folder: Path) -> tuple[str, str]:
     return f"run.dir={folder}", f"model.projector.init_from={demo.folder}"
 
 
+@pytest.mark.nightly
 def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_answer(
     tmp_path, demo
 ):

@@ -22,7 +22,8 @@ import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
-from tiers import nightly, rest_nightly
+from sweeps import sweep
+from tiers import nightly
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
 from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, run_export, weights
@@ -52,7 +53,6 @@ LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
 # pipeline, data, layers that recompute
-FEW = ((2, 1, 4), (2, 2, 0))
 LAYOUTS = ((1, 1, 0), (1, 1, 4), (1, 2, 0), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))
 
 
@@ -168,9 +168,8 @@ def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
 
 
 DAILY = ("qwen3_vl", "paddleocr_vl")
-FAMILIES = rest_nightly(MROPE, DAILY)
-TRAINED_FAMILIES = [(kind, FEW) for kind in DAILY]
-TRAINED_FAMILIES += [nightly(kind, LAYOUTS) for kind in MROPE]
+FAMILIES = sweep(MROPE, DAILY)
+TRAINED_FAMILIES = [("qwen3_vl", LAYOUTS[4:5]), *(nightly(kind, LAYOUTS) for kind in MROPE)]
 TRAINED = {
     "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
     "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
@@ -469,7 +468,7 @@ def other_llm(make: Callable, folder: Path, tower: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tower", rest_nightly(PAIRS, ("qwen3_vl",)))
+@pytest.mark.parametrize("tower", sweep(PAIRS, ("qwen3_vl",)))
 def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(
     make, trained, tmp_path, tower
 ):

@@ -46,10 +46,10 @@ def branch(
     )
 
 
-def steps(run: Run) -> list[dict[str, Any]]:
+def steps(run: Run, count: int = STEPS) -> list[dict[str, Any]]:
     """What was recorded of each step, without what measures the machine."""
     records = run.lines("metrics.jsonl", "train")
-    assert [record["step"] for record in records] == list(range(STEPS)), "each step once, in order"
+    assert [record["step"] for record in records] == list(range(count)), "each step once, in order"
     return [
         {key: value for key, value in record.items() if key not in MEASURED} for record in records
     ]
@@ -203,7 +203,14 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(
 ):
     trainable = "[projector, llm.layers.6, llm.layers.1.mlp, llm.layers.*.lora_*, vision]"
     adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
-    options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
+    few = 5
+    options = (
+        *RUN[1:],
+        f"train.max_steps={few}",
+        "model.llm.dtype=bfloat16",
+        f"model.trainable={trainable}",
+        *adapters,
+    )
     reference = train(
         tiny / "config.yaml",
         *options,
@@ -222,11 +229,11 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(
     run = branch(
         reference, "resumed", tiny / "config.yaml", *options, *SAVED, *layout_of(*after), cut=CUT
     )
-    losses = ([step["loss"] for step in steps(one)] for one in (run, reference))
+    losses = ([step["loss"] for step in steps(one, few)] for one in (run, reference))
     np.testing.assert_allclose(*losses, rtol=1e-5)
     # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another
     # layout.
-    assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
+    assert_close(tensors(run, few), tensors(reference, few), tolerance_of_largest=1e-4)
 
 
 def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damaged_data):

@@ -115,6 +115,7 @@ def test_a_failed_check_ends_the_doctor_with_1_its_remedy_and_its_log(
     )
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_check_that_runs_and_leaves_nothing(tmp_path, temporary):
     with running(["-m", "mmtrain", "doctor", "--only", "demo"], tmp_path) as command:
         # the doctor, the check, a run
@@ -144,6 +145,7 @@ def made_runs(folder: Path, **losses: list[float]) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @without_gpu
 def test_the_demo_trains_with_the_losses_on_record(tmp_path):
     overrides = (

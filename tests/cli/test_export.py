@@ -159,6 +159,7 @@ def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
     assert not compared(checkpoint, exported, torch.float32, 2).passed
 
 
+@pytest.mark.nightly
 def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
     tiny, make_tiny, tmp_path, monkeypatch, capsys
 ):

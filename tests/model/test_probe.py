@@ -222,6 +222,7 @@ def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(
     assert records() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
     with pytest.raises(

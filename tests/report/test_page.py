@@ -419,6 +419,7 @@ def test_a_run_without_an_end_says_where_its_records_end(life, show):
     assert "No audit" in opened.text("headline") and opened.said == []
 
 
+@pytest.mark.nightly
 def test_several_runs_share_their_charts_and_say_where_their_configurations_differ(
     life, other, show, tmp_path
 ):

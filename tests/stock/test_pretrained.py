@@ -136,9 +136,7 @@ COMPLETED |= {
         None,
     ),
 }
-DAILY = (
-    *("llava", "llava_onevision", "perception_lm", "pixtral", "lfm2_vl", "hyperclovax", "qwen3_vl"),
-)
+DAILY = ("llava", "llava_onevision", "pixtral", "lfm2_vl", "qwen3_vl")
 
 
 class Made(NamedTuple):

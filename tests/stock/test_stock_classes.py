@@ -258,7 +258,6 @@ DAILY = (
     "onevision",
     "idefics3 chat",
     "lfm2",
-    "qwen2.5",
 )
 
 
