@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import SIZE, TOKEN, Attack, Hub, hub_server
-from processes import listen_to_ctrl_c, wait_for
+from processes import listen_to_ctrl_c, ran_python, wait_for
 from tiers import nightly
 
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -39,10 +39,7 @@ def mmtrain(
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_DISABLE_XET": "1",
     }
-    command = [sys.executable, "-m", "mmtrain", *arguments]
-    return subprocess.run(
-        command, env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
-    )
+    return ran_python("-m", "mmtrain", *arguments, env={**os.environ, **own}, cwd=folder)
 
 
 def pushing(checkpoint: StepFolder, form: str, repository: str) -> list[str]:

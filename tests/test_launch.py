@@ -12,7 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Command, last_given, listeners, ranks_of, running, steps_of, wait_for
+from processes import (
+    Command,
+    last_given,
+    listeners,
+    ran_python,
+    ranks_of,
+    running,
+    steps_of,
+    wait_for,
+)
 from ranks import free_port, run_ranks
 from tiers import nightly
 from torch.distributed import DistNetworkError
@@ -131,8 +140,7 @@ def test_a_plan_of_any_shipped_config_needs_no_torch_and_leaves_nothing_behind(t
         "codes = [main([path, '--plan', sys.argv[1]]) for path in sys.argv[2:]];"
         "print(codes, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code, f"run.dir={tmp_path / 'runs'}", *map(str, configs)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    ran = ran_python("-c", code, f"run.dir={tmp_path / 'runs'}", *configs, cwd=tmp_path)
     assert ran.stdout.splitlines()[-1] == f"{[0] * len(configs)} []", ran.stderr
     assert list(tmp_path.iterdir()) == []
 

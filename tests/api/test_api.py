@@ -9,7 +9,6 @@ import os
 import pkgutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from processes import wait_for
+from processes import ran_python, wait_for
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
@@ -64,7 +63,7 @@ def test_a_plan_needs_no_torch():
         "['parallel.pipeline=2']))\n"
         "print(len(plan.ranks), 'torch' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = ran_python("-c", code)
     assert ran.stdout == "2 False\n", ran.stderr
 
 

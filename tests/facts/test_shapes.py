@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import timm
 import torch
 from hybrids import HYBRIDS
 from peft import LoraConfig, inject_adapter_in_model
+from processes import ran_python
 from safetensors.torch import load_file, save_file
 from stock_encoders import ENCODERS
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -705,11 +704,5 @@ def test_shapes_are_read_without_torch_and_the_libraries_above_it(llama):
         "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m "
         "in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(llama)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, llama, check=True)
     assert ran.stdout.strip() == "[]"

@@ -4,13 +4,12 @@ import gc
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from processes import ran_python
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -223,8 +222,7 @@ def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_pa
         watching.join()
         print(json.dumps([own, peak - before, memory("RssAnon") - before, len(streamed.layers)]))
     """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = ran_python("-c", script, tmp_path, check=True)
     (tmp_path / "model.safetensors").unlink()
     own, peak, kept, layers = json.loads(done.stdout.splitlines()[-1])
     assert layers == 8 and layer > 30 * 2**20
