@@ -4,11 +4,11 @@ resumed, killed, shown.
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from processes import Command, last_given, running
 from untrained_runs import make_tower
 
@@ -150,4 +150,4 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
     ) as command:
         assert command.wait(200) == 0, command.stderr
     assert refused in " ".join(command.stderr.split())
-    assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
+    assert read_json(tmp_path / "measured.json")["encode_stem_bytes"] is None

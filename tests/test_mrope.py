@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from json_files import read_json
 from ranks import run_ranks
 from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
@@ -398,7 +399,7 @@ def trained(make, tiny, tmp_path) -> Callable[..., StepFolder]:
 
 
 def content(file: Path) -> object:
-    return json.loads(file.read_text()) if file.suffix == ".json" else file.read_bytes()
+    return read_json(file) if file.suffix == ".json" else file.read_bytes()
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES])
@@ -499,7 +500,7 @@ def test_adapters_of_a_qwen2_behind_another_classs_tower_find_their_layers_by_pe
 def altered_images(folder: Path, copy: Path, **settings: Any) -> Path:
     """A copy of the folder whose image processor has other settings; None leaves one out."""
     shutil.copytree(folder, copy)
-    content = json.loads((copy / "processor_config.json").read_text())
+    content = read_json(copy / "processor_config.json")
     kept = {
         key: value
         for key, value in {**content["image_processor"], **settings}.items()
@@ -557,7 +558,7 @@ def test_a_folder_whose_tokenizer_and_template_have_other_marks_of_images_is_nam
 ):
     folder = tmp_path / "folder"
     shutil.copytree(make("qwen3_vl")[0], folder)
-    content = json.loads((folder / "tokenizer_config.json").read_text())
+    content = read_json(folder / "tokenizer_config.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({**content, "image_token": "<image>"}))
     checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"})
     with pytest.raises(UserError, match=f"{folder}: its processor cannot be used"):
@@ -575,7 +576,7 @@ def test_a_folder_whose_tokenizer_and_template_have_other_marks_of_images_is_nam
 def test_families_with_other_positions_are_refused_by_name(make, tmp_path, changes, words):
     folder = tmp_path / "altered"
     shutil.copytree(make("qwen2_5_vl")[0], folder)
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
     with pytest.raises(UserError, match=words):
         whole_config(folder)

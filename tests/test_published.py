@@ -7,7 +7,6 @@ and a tokenizer of their own.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TOOLS
+from json_files import read_lines
 from processes import ran_python
 
 from mmtrain.__main__ import main
@@ -59,7 +59,7 @@ def command(models: Path, runs: Path, name: str, *changes: str) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_lines(run / "metrics.jsonl")
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 

@@ -4,10 +4,10 @@ as it is.
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
+from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file
 
@@ -60,10 +60,7 @@ def test_layouts_of_a_quantised_run_agree_and_it_is_another_one_than_the_exact(r
 
 
 def test_plan_and_audit_name_it(tiny, runs):
-    audits = {
-        name: json.loads((run.folder / "audit.json").read_text())["ranks"]
-        for name, run in runs.items()
-    }
+    audits = {name: read_json(run.folder / "audit.json")["ranks"] for name, run in runs.items()}
     assert [rank["frozen"]["streamed_from"] for rank in audits["two"]] == ["nf4", "nf4"]
     assert [rank["frozen"]["streamed_from"] for rank in audits["exact"]] == [None]
     assert all(rank["frozen"]["fetches"] > 0 for rank in audits["two"])

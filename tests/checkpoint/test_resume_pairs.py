@@ -4,7 +4,6 @@ interrupted.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tarfile
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from json_files import read_json
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
 from tiers import nightly
@@ -219,7 +219,7 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(
         *layout_of(*before),
         f"run.dir={tmp_path}",
     )
-    plan = json.loads((reference.folder / "plan.json").read_text())
+    plan = read_json(reference.folder / "plan.json")
     assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"
     trained = tensors(reference, CUT)
     assert {name.split(".")[0] for name in trained} == {"projector", "llm", "vision"}
@@ -241,9 +241,7 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     assert [line["step"] for line in saves] == list(range(1, STEPS + 1))
     for line in saves:
         assert list(line) == ["kind", "step", "bytes", "seconds"] and line["seconds"] > 0
-        entries = json.loads(
-            (reference.checkpoint(line["step"]).path / "manifest.json").read_text()
-        )["files"]
+        entries = read_json(reference.checkpoint(line["step"]).path / "manifest.json")["files"]
         assert line["bytes"] == sum(entry["bytes"] for entry in entries.values())
     end = reference.lines("metrics.jsonl")[-1]
     assert end == {"kind": "end", "step": STEPS}

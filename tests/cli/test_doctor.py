@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from conftest import MAIN_JOB
+from json_files import read_json
 from processes import running, wait_for
 from rank_runs import train
 
@@ -23,7 +24,7 @@ from mmtrain.doctor.check import COMPARE, Check, FailedError, run_check
 from mmtrain.doctor.machine import traps
 from mmtrain.doctor.runs import RECORD, SETTINGS, STEPS, demo, pipeline
 
-LOSSES = json.loads(RECORD.read_text())["losses"]
+LOSSES = read_json(RECORD)["losses"]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 

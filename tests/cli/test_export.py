@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 import torch
+from json_files import read_json
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file, save_file
@@ -209,7 +210,7 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         file.write_bytes(kept)
 
     settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
-    content, tensors = json.loads(settings.read_text()), load_file(weights)
+    content, tensors = read_json(settings), load_file(weights)
     settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
     assert "llm: its config.json, or that of the encoder, is not what" in exported("hf")
     save_file(

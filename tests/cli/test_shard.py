@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from json_files import read_json, read_lines
 from llava_data import (
     command,
     contents,
@@ -59,7 +60,7 @@ def shard(folder: Path, *more: str, out: str = "out", json_files=("a.json",)) ->
 
 
 def rejections(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    return read_lines(out / "rejected.jsonl")
 
 
 def names_of(record: dict) -> list[str]:
@@ -99,7 +100,7 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     (folder / "a.json").write_text(json.dumps(records[:15]))
     (folder / "b.json").write_text(json.dumps(records[15:]))
     assert shard(folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
-    counts = json.loads((folder / "out" / "dataset.json").read_text())
+    counts = read_json(folder / "out" / "dataset.json")
     images = [
         name for number, record in enumerate(records) if number != 3 for name in names_of(record)
     ]
@@ -217,9 +218,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
     assert all(f"1  {reason}: " in printed for reason in bad)
-    assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(
-        bad.keys()
-    )
+    assert read_json(folder / "out" / "dataset.json")["rejected"] == Counter(bad.keys())
 
 
 def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
@@ -296,7 +295,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
     text = read_index(folder / "out" / "shard-000000.tar").texts[fingerprint]
     assert text.tokens == [lengths[0], 0, lengths[1]]
     assert text.faults.keys() == {1} and text.faults[1][0] == "template"
-    summary = json.loads((folder / "out" / "dataset.json").read_text())
+    summary = read_json(folder / "out" / "dataset.json")
     assert summary["text_tokens"] == sum(lengths)
     assert (
         summary["options"]["text_fingerprint"] == fingerprint
@@ -491,6 +490,6 @@ def test_conversations_without_images_need_no_folder_of_them(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([SOUND, seen]))
     options = ["--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main(["shard", *options, "--max-reject-rate", "0.5"]) == 0
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["samples"] == 1
+    assert read_json(tmp_path / "out" / "dataset.json")["samples"] == 1
     (rejected,) = rejections(tmp_path / "out")
     assert rejected["reason"] == "missing_image" and "--images" in rejected["detail"]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from llava_data import command, contents, damaged_records, good_records, keys_in, slow_data, turns
 
 from mmtrain.__main__ import main
@@ -166,7 +167,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_and_left_as_it_is(folder, stopp
         "samples_per_shard was 5 and is 6; max_pixels was 100000000 and is 100"
         in capsys.readouterr().err
     )
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[5]["conversations"][1]["value"] = "Other."
     (folder / "a.json").write_text(json.dumps(records))
     assert shard(*stopped) == 2
@@ -190,7 +191,7 @@ def test_shards_that_were_damaged_or_lost_meanwhile_are_made_again(folder, stopp
 def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(
     folder, stopped, capsys
 ):
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[0]["conversations"] = []
     (folder / "a.json").write_text(json.dumps(records))
     shutil.rmtree(folder / "out")
@@ -206,7 +207,7 @@ def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(
 
 def test_images_that_changed_in_size_are_noticed_where_shards_go_by_it(folder, capsys):
     slow_data(folder, 60)
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[50]["conversations"] = []
     (folder / "a.json").write_text(json.dumps(records))
     assert shard("--shard-bytes", "1MiB", "--max-reject-rate", "0") == 2
@@ -238,7 +239,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
     slow_data(folder, 6)
     size = (folder / "images" / "a.jpg").stat().st_size
     small = [{"id": f"s{number}", "conversations": turns("Hi", "Yes.")} for number in range(6)]
-    (folder / "a.json").write_text(json.dumps(small + json.loads((folder / "a.json").read_text())))
+    (folder / "a.json").write_text(json.dumps(small + read_json(folder / "a.json")))
     options = ("--samples-per-shard", "6")
     ran = subprocess.run(
         command(*options, "--workers", "2"),

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from hybrids import HYBRIDS
+from json_files import read_json
 from peft import LoraConfig, inject_adapter_in_model
 from processes import ran_python
 from safetensors.torch import load_file, save_file
@@ -291,7 +292,7 @@ def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> s
     weights = load_file(source / "model.safetensors")
     weights.pop(drop, None)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    content = json.loads((source / "config.json").read_text()) | settings
+    content = read_json(source / "config.json") | settings
     kept = {key: value for key, value in content.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
     return str(folder)
@@ -396,7 +397,7 @@ def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
 
 def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
-    facts = json.loads((llama / "config.json").read_text())
+    facts = read_json(llama / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
     with pytest.raises(
         UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"
@@ -442,7 +443,7 @@ def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message
 
 def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(tmp_path):
     tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
     with pytest.raises(
         UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"
@@ -469,7 +470,7 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
 )
 def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, changes, said):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps(content | changes))
     with pytest.raises(UserError, match=f"^{tmp_path}: config.json says .*{said}"):
         llm_shape(str(tmp_path))
@@ -477,7 +478,7 @@ def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, change
 
 def test_layers_of_multi_token_prediction_are_left_on_the_disk(llama, tmp_path):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(
         json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
     )

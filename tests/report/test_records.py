@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json
 from PIL import Image
 
 from mmtrain.__main__ import main
@@ -327,7 +328,7 @@ def test_a_page_shows_no_logins_and_no_arguments_of_programs(run):
 
 
 def test_a_page_says_which_rank_holds_which_blocks_of_an_encoder_in_slices(run):
-    plan = json.loads((run / "plan.json").read_text())
+    plan = read_json(run / "plan.json")
     rank = plan["ranks"][0]
     slices = ([0, 0], [0, 2], [2, 3], None)
     plan["ranks"] = [

@@ -19,6 +19,7 @@ import torch
 import transformers
 import whole_models
 import yaml
+from json_files import read_json
 from safetensors.torch import load_file, save_file
 from sweeps import sweep
 from torch.nn.functional import cross_entropy
@@ -330,7 +331,7 @@ def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configure
     whole.model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
     index = tmp_path / "shards" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    index.write_text(json.dumps({"weight_map": read_json(index)["weight_map"]}))
     unquantised = altered(whole.folder, tmp_path, {"quantization_config": {}})
     unquantised = altered(unquantised, tmp_path, {"text_config": {"quantization_config": {}}})
     folders = (whole.folder, tmp_path / "memory", tmp_path / "shards", unquantised)
@@ -368,7 +369,7 @@ def test_what_published_files_leave_out_is_what_transformers_takes(make, tmp_pat
 def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.json") -> Path:
     """A copy with these changes, those of a section within it; None takes a key out."""
     made = shutil.copytree(folder, tmp_path / f"altered{len(list(tmp_path.glob('altered*')))}")
-    content = json.loads((made / file).read_text()) if (made / file).exists() else {}
+    content = read_json(made / file) if (made / file).exists() else {}
     for key, value in changes.items():
         section, new = (
             (content.setdefault(key, {}), value)
@@ -735,7 +736,7 @@ def test_bounds_in_pixels_are_read_as_transformers_reads_them_and_what_is_rounde
 
 def test_the_file_that_transformers_prefers_says_how_images_are_made(make, configured, tmp_path):
     folder = altered(make("lfm2_vl").folder, tmp_path, {})
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings = read_json(folder / "preprocessor_config.json")
     other = {"image_processor": {**settings, "max_image_tokens": 9}}
     (folder / "processor_config.json").write_text(json.dumps(other))
     assert AutoImageProcessor.from_pretrained(folder).max_image_tokens == 9
@@ -744,7 +745,7 @@ def test_the_file_that_transformers_prefers_says_how_images_are_made(make, confi
 
 def test_grids_of_null_are_the_classes_own_as_in_transformers(make, configured, tmp_path):
     folder = altered(make("llava_next").folder, tmp_path, {})
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps({**content, "image_grid_pinpoints": None}))
     with pytest.raises(
         UserError, match=r"its image processor .* needed is \(\(336, 672\), \(672, 3"

@@ -5,7 +5,6 @@ numbers.
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import replace
 
 import bench
@@ -15,6 +14,7 @@ from bench_models import SHAPES, equal_steps, noise_image, padded, random_llava,
 from bench_race import TOLERANCES, UnequalError, Work, race
 from bench_rivals import Stock
 from conftest import TOOLS
+from json_files import read_json
 from processes import ran_python
 from ranks import run_ranks
 
@@ -85,7 +85,7 @@ def test_a_benchmark_runs(command, tmp_path):
     file = tmp_path / "found.json"
     ran = ran_python(TOOLS / "bench" / "bench.py", *command.split(), "--json", file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert json.loads(file.read_text())["machine"]
+    assert read_json(file)["machine"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+from json_files import read_json
 from processes import wait_for
 from rank_runs import Run, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -203,7 +204,7 @@ def test_answers_and_the_configuration_are_there_as_text(reported):
             if answer["step"] == step
         )
     tables = sorted(reported.folder.glob("wandb/offline-run-*/files/media/table/*.json"))
-    rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
+    rows = [row for table in tables for row in read_json(table)["data"]]
     names = ("step", "key", "question", "given", "truth", "right")
     assert sorted(rows) == sorted([answer[name] for name in names] for answer in answers)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json
 from processes import ran_python
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -244,7 +245,7 @@ def test_a_head_that_a_multimodal_class_ties_and_the_llms_own_does_not_is_the_em
     }
     del inside["lm_head.weight"]
     save_file(inside, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    text = json.loads((tmp_path / "config.json").read_text())
+    text = read_json(tmp_path / "config.json")
     whole = {
         "model_type": "lfm2_vl",
         "tie_word_embeddings": True,
@@ -283,7 +284,7 @@ def load(path: Path | str) -> DecoderLayers:
 
 def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
     with pytest.raises(UserError, match=r"do not fit config\.json.*mismatched_keys"):
         load(tmp_path)
@@ -319,7 +320,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     ids=lambda value: value.get("model_type", "quantised") if isinstance(value, dict) else "",
 )
 def test_models_that_cannot_be_sliced_are_refused_by_name(folder, tmp_path, change, message):
-    config = json.loads((folder / "config.json").read_text()) | change
+    config = read_json(folder / "config.json") | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         load(tmp_path)
