@@ -150,9 +150,8 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
 
 
 def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(
-    tmp_path, monkeypatch, capsys
+    tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     image = Image.fromarray(
         numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)
     )

@@ -162,9 +162,8 @@ def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
 
 @pytest.mark.nightly
 def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
-    tiny, make_tiny, tmp_path, monkeypatch, capsys
+    tiny, make_tiny, tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny.make_tiny_llm(tmp_path / "llm", layers=2)
     shutil.copytree(tiny / "vision", tmp_path / "vision")
     models = [f"model.llm.path={tmp_path / 'llm'}", f"model.vision.name={tmp_path / 'vision'}"]

@@ -116,8 +116,7 @@ def merged(run, tmp_path_factory) -> Path:
     return out
 
 
-def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_path, own_cache):
     card, picture = (merged / "README.md").read_text(), Image.new("RGB", (28, 28), "red")
     assert generate(run, picture, max_new_tokens=4) == generate(merged, picture, max_new_tokens=4)
     assert (

@@ -18,9 +18,8 @@ from mmtrain.api.generate import generate
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
 def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
-    tiny, tmp_path, monkeypatch, layout
+    tiny, tmp_path, own_cache, layout
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keys = (
         "data.image_fit=null",
         "data.pack_length=512",

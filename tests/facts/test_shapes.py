@@ -664,9 +664,8 @@ def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path
 
 
 def test_a_model_recorded_from_its_config_json_alone_is_planned_where_the_installation_cannot_be_written(
-    llama, tmp_path, monkeypatch, capsys
+    llama, tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     before = sorted(FOLDER.iterdir())
     assert main(["record", str(tmp_path), "--id", "me/new"]) == 0

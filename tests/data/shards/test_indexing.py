@@ -19,18 +19,13 @@ from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 LLM = "demo:llm"
 PNG = picture(5, 4)
 FINGERPRINTS = {
     template: text_fingerprint(model_folder(LLM), template) for template in ("plain", "chat")
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def samples(seed: int, count: int = 12) -> list[tuple[str, bytes, list[bytes]]]:

@@ -235,11 +235,6 @@ def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_
         assert held == set(fingerprints.values())
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def probed(tmp_path: Path, name: object, **settings) -> None:
     probe_encoder(make_config(tmp_path, model__vision={"name": str(name), **settings}))
 
