@@ -84,7 +84,7 @@ def run(options: Options) -> int:
                     "Leave --nnodes and "
                     "torchrun out, and share the file by parallel.calibration"
                 )
-            return calibrate(config, ranks_of_node(config, options))
+            return calibrate(config, ranks_of_node(config.parallel, options))
         return train(config, options) if rank is None else train_as_rank(config, options, rank)
     except UserError:
         time.sleep(seconds_before_message(rank or 0))

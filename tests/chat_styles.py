@@ -22,6 +22,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import NAMES
 from mmtrain.exporting.processor import ExportedProcessor, write_processor
+from mmtrain.facts.models import models_of
 from mmtrain.stock.exporters import stock_class
 
 
@@ -219,7 +220,9 @@ def run_config(tiny: Path, llm: Path, *overrides: str) -> RunConfig:
 
 def export(config: RunConfig, folder: Path, tower: Tower = Tower()) -> ExportedProcessor:
     folder.mkdir(exist_ok=True)
-    exported = write_processor(stock_class("llava"), config, tower, folder)
+    exported = write_processor(
+        stock_class("llava"), models_of(config), config.data.template, tower, folder
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
     return exported
 

@@ -9,9 +9,9 @@ import torch
 from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.planner import models_of
 
 
 def front_of(config: RunConfig) -> SingleStage:

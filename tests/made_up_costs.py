@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import (
     Calibration,
@@ -19,7 +20,6 @@ from mmtrain.plan.calibration import (
     calibration_key,
 )
 from mmtrain.plan.costs import EncoderCost, LayerCost, RunCosts, Workload, run_costs
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.simulate import MessageCost
 from mmtrain.plan.stage_costs import Setting, StageCosts
 

@@ -70,7 +70,6 @@ def _be_rank(
         me = Rank(
             rank,
             len(plan.ranks),
-            rank,
             str(DEVICE),
             folder,
             console if rank == 0 else None,

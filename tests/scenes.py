@@ -41,7 +41,8 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.facts.connectors import connector, has_grid_positions
+from mmtrain.facts.connectors import connector
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.stage import build_stage
@@ -51,7 +52,7 @@ from mmtrain.plan.calibration import calibration_key, cpu_device, gpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import leading_encodes, training_schedule
 
 DEVICE = torch.device(os.environ.get("MMTRAIN_TEST_DEVICE", "cpu"))  # of this rank
@@ -442,7 +443,9 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[Models, Path]:
     """
     models = models_of(config)
     device = (
-        gpu_device(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else cpu_device(config)
+        gpu_device(torch.cuda.get_device_name())
+        if DEVICE.type == "cuda"
+        else cpu_device(config.parallel)
     )
     calibrator = Calibrator(
         config, models, make_plan(config), DEVICE, calibration_key(config, models, device)
@@ -517,7 +520,7 @@ def _execute(case: Case) -> dict[str, Any]:
     results = []
     mine, share = audit.plan, plan.microbatches_per_step
     mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])
-    has_grid = has_grid_positions(config)
+    has_grid = models_of(config).has_grid_positions
     batches = (
         as_batch(microbatch, config.data.pack_length, has_grid) for microbatch in mine_of_all
     )

@@ -43,7 +43,7 @@ from transformers import (
 from whole_models import OUR_MODULES, stock_class
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.llm.tiny import HEAD_WIDTH, HEADS, tiny_model
@@ -508,7 +508,7 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
         "model__projector": {"type": stock.connector, "factor": run.factor, "width": run.width},
         "model__trainable": run.trainable,
     }
-    documents = documents_for(run, image_layout(make_config(folder, **settings)))
+    documents = documents_for(run, models_of(make_config(folder, **settings)).layout)
     start = folder / "projector.safetensors"
     folder.mkdir()
     parameters = our_parameters(parts, run, model)

@@ -68,6 +68,15 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
             ], heading
 
 
+@pytest.mark.parametrize("name", ["how_it_works", "extending"])
+def test_every_module_that_is_named_exists(name):
+    text = (DOCS / "pages" / f"{name}.md").read_text()
+    modules = re.findall(r"`([\w/]+/\w+\.py)`", text)
+    roots = (ROOT / "mmtrain", ROOT)
+    missing = [path for path in modules if not any((root / path).exists() for root in roots)]
+    assert modules and missing == []
+
+
 @pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_key_that_is_named_exists(page):
     for named in re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)(?=[:=`])", page.read_text()):

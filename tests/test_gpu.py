@@ -24,10 +24,11 @@ from mmtrain.data.stream.packs import to_device
 from mmtrain.doctor import attention
 from mmtrain.doctor.runs import SAME, STEPS, largest_difference, losses_of, run_demo
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import build_stage
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import HostSource
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nightly]
 

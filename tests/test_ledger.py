@@ -9,6 +9,7 @@ from json_files import read_lines
 from rank_runs import train
 from tiers import nightly
 
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.indexing import ensure_indexes
 
 STEP = ("train.packs_per_step=8", "data.ledger=true", "data.pack_length=88")
@@ -90,7 +91,7 @@ def damaged(tiny, tmp_path, make_tiny):
     shards = make_tiny.make_tiny_shards(
         tmp_path / "shards", samples=60, shards=2, text_only_fraction=0
     )
-    ensure_indexes(shards, str(tiny / "llm"), "plain")
+    ensure_indexes(shards, Tokenization(str(tiny / "llm"), "plain"))
     with tarfile.open(shards[1]) as archive:
         members = {member.name: member for member in archive.getmembers()}
     content = bytearray(shards[1].read_bytes())

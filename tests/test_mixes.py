@@ -17,6 +17,7 @@ from tiny_models import describe, draw_scene, make_config, make_tiny_llm, make_t
 
 from mmtrain.config.load import load_config
 from mmtrain.data.prepare.sharding import KeyedSample, write_shards
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.loader import PackedBatches
 
@@ -89,7 +90,7 @@ def mixed(tmp_path_factory) -> Path:
     (folder / "shards").mkdir()
     write_shards(draw_samples(draw), folder / "shards", SAMPLES)
     tars = sorted((folder / "shards").glob("*.tar"))
-    ensure_indexes(tars, str(folder / "llm"), "plain")
+    ensure_indexes(tars, Tokenization(str(folder / "llm"), "plain"))
     for tar in tars:
         damage(tar, draw.choice((0, 0, 0, 0.2, 1)), draw)
     return make_config(folder, "mixed", pipeline=1)

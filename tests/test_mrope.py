@@ -39,15 +39,15 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.packs import PackedBatch, positions_of
 from mmtrain.exporting.verify import batch_fault, compare_logits
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import image_layout, run_connector, run_vision
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.native import Native
 from mmtrain.model.llm.language import load_decoder_layers
 from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import read_projector
 from mmtrain.model.weights.projector_files import local_names
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.stock.exporters import exporter_for
 
 LAST = 3  # decoder layer
@@ -88,7 +88,9 @@ def stock_inputs(config: RunConfig, one: Document) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN).long()}
     if one.images is None:
         return inputs
-    return inputs | exporter_for(config).inputs(one.images, one.tilings, image_layout(config))
+    return inputs | exporter_for(models_of(config)).inputs(
+        one.images, one.tilings, models_of(config).layout
+    )
 
 
 def names_in_stock(config: RunConfig, model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -181,7 +183,7 @@ TRAINED = {
 def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind, layouts):
     folder, model = make(kind)
     config = whole_config(folder, **TRAINED)
-    microbatches, weights = step(image_layout(config)), drawn_adapters(config)
+    microbatches, weights = step(models_of(config).layout), drawn_adapters(config)
     loss, gradients = stock_step(config, model, microbatches, weights)
     cases, worst = {}, 0.0
     for pipeline, data, recomputed in layouts:
@@ -220,7 +222,7 @@ def test_positions_are_those_of_get_rope_index_for_what_the_familys_template_wri
 ):
     folder, model = make(kind)
     config = whole_config(folder)
-    layout, tokenizer = image_layout(config), load_tokenizer(str(folder))
+    layout, tokenizer = models_of(config).layout, load_tokenizer(str(folder))
     template, draw = make_template("chat", tokenizer, layout, 400), random.Random(0)
     for _ in range(samples):
         images, words = (
@@ -281,7 +283,7 @@ def test_one_dimensional_positions_and_documents_found_in_a_row_of_the_grid_give
 ):
     """Neither shows in a loss: only a comparison with the stock class holds them."""
     config = whole_config(make("qwen3_vl")[0], parallel__pipeline=2)
-    batch = as_batch(step(image_layout(config))[2], 96, has_grid=True)
+    batch = as_batch(step(models_of(config).layout)[2], 96, has_grid=True)
     right = gradients_of(config, batch)
     flat = replace(batch, grid_positions=batch.position_ids.expand(3, -1, -1))
     found_in_time = replace(batch, position_ids=batch.grid_positions[0])
@@ -314,18 +316,15 @@ def test_stage_0_holds_the_layers_behind_which_deepstack_adds(make):
     with pytest.raises(
         UserError, match="qwen_merger_deepstack has DeepStack, which needs an encoder that has it"
     ):
-        run_vision(
-            whole_config(make("qwen3_5")[0]).changed(
-                {"model.projector.type": "qwen_merger_deepstack"}
-            )
-        )
+        changes = {"model.projector.type": "qwen_merger_deepstack"}
+        models_of(whole_config(make("qwen3_5")[0]).changed(changes)).read()
 
 
 def test_features_are_added_behind_the_layers_of_stage_0_and_nowhere_else(make):
     """The stock forward adds behind bookends, too: a later stage would add them once more."""
     folder, model = make("qwen3_vl")
     config = whole_config(folder, parallel__pipeline=2, parallel__boundaries=(2,))
-    batch = as_batch([[document(image_layout(config), "tit", 0)]], 96, has_grid=True)
+    batch = as_batch([[document(models_of(config).layout, "tit", 0)]], 96, has_grid=True)
     stages = [build_stage(config, rank.stages[0]) for rank in make_plan(config).ranks]
     text = model.model.language_model
     with torch.no_grad():
@@ -357,10 +356,10 @@ def test_features_are_added_behind_the_layers_of_stage_0_and_nowhere_else(make):
 def test_a_frozen_merger_does_not_move(make, tmp_path):
     folder, _ = make("qwen3_vl")
     config = whole_config(folder, model__trainable=(f"llm.layers.{LAST}",), parallel__pipeline=2)
-    case = Case(config, (step(image_layout(config)),) * 2)
+    case = Case(config, (step(models_of(config).layout),) * 2)
     before = {
         name: bits(tensor)
-        for name, tensor in read_projector(str(folder), run_connector(config)).items()
+        for name, tensor in read_projector(str(folder), models_of(config).connector).items()
     }
     (ranks,) = zip(*run_ranks(2, execute, [case]), strict=True)
     held = {

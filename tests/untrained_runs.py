@@ -30,9 +30,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import run_connector
+from mmtrain.facts.models import models_of
 from mmtrain.model.trained.projector import make_projector
-from mmtrain.plan.planner import models_of
 
 
 def make_checkpoint(
@@ -49,7 +48,7 @@ def make_checkpoint(
     """
     tensors = dict(others or {})
     if config.model.vision is not None:
-        projector = make_projector(run_connector(config), config.run.seed)
+        projector = make_projector(models_of(config).connector, config.run.seed)
         own = {
             f"projector.{name}": tensor.detach().clone()
             for name, tensor in projector.named_parameters()

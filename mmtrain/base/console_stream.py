@@ -88,7 +88,8 @@ class ConsoleStream(io.TextIOBase):
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._queue)
-                data, self._is_writing = self._take(), True
+                data = self._take()
+                self._is_writing = True
             while data and not is_gone:
                 try:
                     data = data[os.write(self._descriptor, data) :]
@@ -100,12 +101,12 @@ class ConsoleStream(io.TextIOBase):
     def _take(self) -> bytes:
         """Take whole lines from the queue where these are short, behind a note about lost ones."""
         end = self._queue.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
-        lines, dropped = bytes(self._queue[:end]), self._dropped_lines
+        lines = bytes(self._queue[:end])
+        dropped = self._dropped_lines
         del self._queue[:end]
         self._dropped_lines = 0
         if dropped:
-            note = f"\n[{dropped:,} lines are missing here: nothing read them]\n"
-            return note.encode() + lines
+            return f"\n[{dropped:,} lines are missing here: nothing read them]\n".encode() + lines
         return lines
 
 

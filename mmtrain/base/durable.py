@@ -155,13 +155,12 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 def holder(path: Path) -> psutil.Process | None:
     """Return this user's process on this machine that is in `held(path)`, None if there is none."""
-    try:
+    # else not held, or by a process that has ended
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
         process = psutil.Process(int(path.read_bytes()))
-        files = [Path(file.path) for file in process.open_files()]
-        is_held = path.resolve() in files
-    except (OSError, ValueError, psutil.Error):  # not held, or by a process that has ended
-        return None
-    return process if is_held else None
+        if path.resolve() in [Path(file.path) for file in process.open_files()]:
+            return process
+    return None
 
 
 def lock(

@@ -1,6 +1,21 @@
-"""The one exception for what a user can mend: the launcher prints its message without a traceback
-and exits with 2.
+"""Exceptions for what a user can mend: the launcher prints their message without a traceback and
+exits with 2.
+
+Errors of /dev/shm, where processes share semaphores, name no file, and another one would be blamed.
 """
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+MORE_SHARED_MEMORY = (
+    "make room there (df -h /dev/shm), mount a tmpfs that can be written, or start the container "
+    "with --ipc=host or --shm-size=8g"
+)
+SHARED_MEMORY_IS_FULL = f"/dev/shm may be full: {MORE_SHARED_MEMORY}"
+SEMAPHORES = "multiprocessing/synchronize.py"  # of Python: its files in /dev/shm are opened there
 
 
 class UserError(Exception):
@@ -21,3 +36,16 @@ class NonFiniteError(RuntimeError):
 
 class UnrecordedError(NonFiniteError):
     """A NonFiniteError on rank 0 alone: the record of the step could not be written."""
+
+
+@contextlib.contextmanager
+def naming_shared_memory() -> Iterator[None]:
+    """Raise UserError, naming /dev/shm, where a semaphore cannot be made in the block."""
+    try:
+        yield
+    except OSError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(SEMAPHORES):
+            raise
+        raise UserError(
+            f"/dev/shm cannot be used ({error.strerror}): {MORE_SHARED_MEMORY}"
+        ) from error

@@ -57,10 +57,9 @@ class JsonLines:
             is_there = False
         if not is_there:
             raise UserError(
-                f"{self._path} is not there any more, or is another file: "
-                f"{self._path.parent} was removed, moved or "
-                "replaced while it was written. Put it back, and give the same command again, "
-                "which goes on with it"
+                f"{self._path} is not there any more, or is another file: {self._path.parent} was "
+                "removed, moved or replaced while it was written. Put it back, and give the same "
+                "command again, which goes on with it"
             )
         return opened.st_size
 

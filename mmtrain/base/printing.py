@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 
 COLUMNS = 80  # where output is no terminal
 NO_HOME = "Could not determine home directory."  # what pathlib says
@@ -112,14 +111,14 @@ def table_lines(
             if place < len(row):
                 lines += row[place].plain.split("\n")
         longest = max(map(len, lines))
+        justify = "left"
+        room = min(longest, 4)
         if is_number:
-            needed += longest + gap
-            alignment = {"justify": "right", "no_wrap": True}
-        else:
-            needed += min(longest, 4) + gap
-            alignment = {}
+            justify = "right"
+            room = longest
+        needed += room + gap
         title = Text(name + "\n" * (height - name.count("\n")))
-        table.add_column(title, overflow="fold", **alignment)
+        table.add_column(title, overflow="fold", justify=justify, no_wrap=is_number)
     for row in rows:
         table.add_row(*row)
 
@@ -187,7 +186,8 @@ class _Shown(logging.Handler):
 
     def __init__(self, show: Callable[[str], None], details: Callable[[str], None]) -> None:
         super().__init__()
-        self._show, self._details = show, details
+        self._show = show
+        self._details = details
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.INFO:
@@ -199,7 +199,8 @@ class _Shown(logging.Handler):
 def show_logs(show: Callable[[str], None], details: Callable[[str], None] | None = None) -> None:
     """Send mmtrain's logs to `show` alone from now on, those below INFO to `details`."""
     logger = logging.getLogger("mmtrain")
-    logger.handlers, logger.propagate = [_Shown(show, details or show)], False
+    logger.handlers = [_Shown(show, details or show)]
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)
 
 
@@ -209,12 +210,15 @@ def logs_shown(
 ) -> Iterator[None]:
     """Apply `show_logs` until the block ends, then restore the importer's logging."""
     logger = logging.getLogger("mmtrain")
-    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    handlers = logger.handlers
+    propagate = logger.propagate
+    level = logger.level
     show_logs(show, details)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers = handlers
+        logger.propagate = propagate
         logger.setLevel(level)
 
 
@@ -258,12 +262,8 @@ def run_command(
 def silence_libraries() -> None:
     """Hide warnings of libraries that others import, about kernels that nothing here uses."""
     for name in ("bitsandbytes", "DeepSpeed"):
-        logging.getLogger(name).addFilter(_is_error)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def show_traceback(

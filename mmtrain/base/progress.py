@@ -41,8 +41,8 @@ class ProgressBar:
             self.bar.update(0, completed=done, said=said, note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
-            words = f"{done:,} of {self.total:,} {self.unit}", rate, note
-            _log.info("  ".join(filter(None, words)))
+            text = f"{done:,} of {self.total:,} {self.unit}  {rate}  {note}"
+            _log.info(text.rstrip())
 
     def __enter__(self) -> Self:
         return self

@@ -55,8 +55,7 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
     """
     try:
         with open_file(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            content = b"" if size > limit else stream.read(limit + 1)
+            content = stream.read(limit + 1)
     except FileNotFoundError:
         refuse_lost_link(path)
         raise
@@ -66,7 +65,7 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
         raise UserError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
         ) from None
-    if max(size, len(content)) > limit:
+    if len(content) > limit:
         raise UserError(
             f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large"
         )

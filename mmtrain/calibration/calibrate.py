@@ -46,6 +46,7 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
+from mmtrain.facts.models import Models, models_of
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import (
     Calibration,
@@ -55,9 +56,8 @@ from mmtrain.plan.calibration import (
     MessageSeconds,
     calibration_key,
 )
-from mmtrain.plan.costs import LayerKind, Models, run_costs
+from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
-from mmtrain.plan.planner import models_of
 from mmtrain.runtime.rank import Rank
 
 LAYERS = 4  # of the stage that holds several

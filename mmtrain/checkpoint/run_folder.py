@@ -49,10 +49,12 @@ def run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder until the block or the process ends; raises UserError if another run
-    holds it.
+    """Hold a run's folder until the block or the process ends.
+
+    Raises UserError if another run holds it.
     """
-    folder, lock = folder.resolve(), _lock_file(folder)
+    lock = _lock_file(folder)
+    folder = folder.resolve()
     with contextlib.ExitStack() as holding:
         if not folder.parent.exists():
             holding.callback(_remove_if_empty, folder.parent)  # a refused start leaves nothing
@@ -74,9 +76,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def launcher(folder: Path) -> psutil.Process | None:
-    """Return the process of this user on this machine that holds a run's folder (`locked`); None:
-    there is none.
-    """
+    """Return this user's process on this machine that holds a run's folder; None: there is none."""
     return holder(_lock_file(folder))
 
 
@@ -87,9 +87,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def contents_of_a_run(folder: Path) -> list[str]:
-    """List the files of a run that has taken a step: all but those that a failed start may
-    leave.
-    """
+    """List the files of a run that has taken a step: all but those of a failed start."""
     if not folder.is_dir():
         return []
     patterns = (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP)
@@ -97,10 +95,9 @@ def contents_of_a_run(folder: Path) -> list[str]:
 
 
 def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
-    """Make a new run's folder, which the caller holds, in place of what a failed start left;
-    run.overwrite deletes one.
+    """Make a new run's folder, which the caller holds, in place of what a failed start left.
 
-    The folder of a run that `goes_on` is left to `go_back`.
+    run.overwrite deletes an earlier run. The folder of a run that `goes_on` is left to `go_back`.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
@@ -111,6 +108,7 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
         flush(folder.resolve().parent)
     if goes_on:
         return
+
     if contents and not config.run.overwrite:
         _log.info(f"{folder} has no checkpoint yet: the run starts again at its first step")
         go_back(folder, None)
@@ -122,28 +120,32 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
 
 def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
     """Write the folder's config.yaml and plan.json."""
-    with _named(f"write {folder / PLAN}"):
-        write_whole(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
-    with _named(f"write {folder / CONFIG}"):
-        write_whole(folder / CONFIG, dump_config(config))
+    plan_text = json.dumps(plan.as_dict(), indent=1) + "\n"
+    for name, text in (PLAN, plan_text), (CONFIG, dump_config(config)):
+        with _named(f"write {folder / name}"):
+            write_whole(folder / name, text)
 
 
 def go_back(folder: Path, to: StepFolder | None) -> None:
-    """Cut the run's records back to its own checkpoint `to`, None: to nothing, and set later
-    checkpoints aside.
+    """Cut the run's records back to its own checkpoint `to` and set later checkpoints aside.
 
-    Call it when everything else that could stop the run has been checked.
+    `to` None: back to nothing. Call it when everything else that could stop the run has been
+    checked.
     """
+    lengths: dict[str, int] = {}
+    step = 0
+    if to is not None:
+        lengths = to.state["files"]
+        step = to.step
     try:
         remove_unfinished(folder)
         for later in step_folders(folder):
-            if to is not None and step_of(later) <= to.step:
+            if to is not None and step_of(later) <= step:
                 break
             _log.info(f"a later checkpoint was set aside as {_set_aside(later)}")
         if (folder / CHECKPOINTS).exists():
             # else a power cut might bring them back beside records that are cut
             flush(folder / CHECKPOINTS)
-        lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
         for name in RECORDS:
             _cut_back(folder, name, lengths.get(name, 0), step)
         (folder / AUDIT).unlink(missing_ok=True)
@@ -163,13 +165,13 @@ def _named(act: str) -> Iterator[None]:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a step folder, since the run will come to this step again; its new path."""
-    target, number = path.with_name(path.name + ".discarded"), 1
+    """Rename a step folder, since the run will come to this step again; return its new path."""
+    target = path.with_name(path.name + ".discarded")
+    number = 1
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.discarded-{number}")
-    path.rename(target)
-    return target
+    return path.rename(target)
 
 
 def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
@@ -182,9 +184,12 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
             "these records are lost"
         )
         _log.warning(f"{path} is {lost}")
-        length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
+        length = 0
+        if size:  # whole lines are kept
+            length = path.read_bytes().rfind(b"\n") + 1
     if size <= length:
         return
+
     with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
         file.seek(max(length - 1, 0))
         if length and file.read(1) != b"\n":
@@ -193,6 +198,7 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
             )
         for line in file:
             discarded.write(file=name, back_to_step=step, record=parse_line(line))
+
     # before the cut: a crash in between leaves a line twice rather than none
     flush(folder / DISCARDED)
     if length:

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
@@ -31,8 +31,10 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import Models, models_of
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = (
@@ -43,23 +45,23 @@ TENSORS, OPTIMIZER, STATE, MANIFEST = (
 )
 NAME = re.compile(r"step-(\d{8,})")
 
-STATE_KEYS: dict[str, tuple[type, ...]] = {
-    "step": (int,),  # updates made: the number of the next step
-    "max_steps": (int,),
-    "config": (dict,),
-    "versions": (dict,),
-    "topology": (dict,),
-    "data": (dict,),  # fingerprint, and samples of each replica: see mmtrain.data.stream.account
-    "frozen_fingerprint": (str,),
-    "frozen_files": (dict,),  # fingerprints of frozen tensors as loaded, before any is quantised
-    "settings_fingerprint": (str,),  # of what else the models' folders say
+STATE_KEYS: dict[str, Any] = {
+    "step": int,  # updates made: the number of the next step
+    "max_steps": int,
+    "config": dict,
+    "versions": dict,
+    "topology": dict,
+    "data": dict,  # fingerprint, and samples of each replica: see mmtrain.data.stream.account
+    "frozen_fingerprint": str,
+    "frozen_files": dict,  # fingerprints of frozen tensors as loaded, before any is quantised
+    "settings_fingerprint": str,  # of what else the models' folders say
     # fingerprint of the other run's checkpoint that the run began with
-    "branched_from": (str, type(None)),
-    "loss": (float, int, str, type(None)),  # of the latest step
-    "bad_steps": (int,),
+    "branched_from": str | None,
+    "loss": float | int | str | None,  # of the latest step
+    "bad_steps": int,
     # by name of the tensor: its fingerprint before the first step, and whether it had a gradient
-    "trained": (dict,),
-    "files": (dict,),  # lengths of the run's records, in bytes
+    "trained": dict,
+    "files": dict,  # lengths of the run's records, in bytes
 }
 
 
@@ -69,28 +71,24 @@ class StepFolder:
 
     path: Path
     held: BinaryIO | None = field(default=None, compare=False, repr=False)
-    """Its manifest, locked: while this object lives in this process, the run that saved it does not
-    delete it.
-    """
+    """Its manifest, locked: the run that saved it does not delete it while this object lives."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "held": None, "state": self.state}
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
-        """Content of state.json, which has STATE_KEYS. It travels with the object to processes
-        without the files.
+        """Content of state.json, which has STATE_KEYS.
+
+        It travels with the object to processes without the files.
         """
         return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
 
     @property
     def frozen_projector(self) -> dict[str, str]:
         """Fingerprints of the projector's tensors that the run did not train."""
-        return {
-            name: was
-            for name, was in self.state["frozen_files"].items()
-            if name.startswith("projector.")
-        }
+        frozen = self.state["frozen_files"]
+        return {name: frozen[name] for name in frozen if name.startswith("projector.")}
 
     @property
     def step(self) -> int:
@@ -98,14 +96,20 @@ class StepFolder:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The configuration of the run that saved it; raises UserError if this version does not
-        know it.
+        """The configuration of the run that saved it.
+
+        Raises UserError if this version does not know it.
         """
         return restore_config(self.state["config"], str(self.path / STATE))
 
+    @functools.cached_property
+    def models(self) -> Models:
+        """The models of the run that saved it."""
+        return models_of(self.config)
+
     @property
     def run(self) -> Path:
-        """Where the folder of the run that saved it is, if this one was not moved."""
+        """The folder of the run that saved it, if this one was not moved."""
         return self.path.resolve().parent.parent
 
     @property
@@ -122,6 +126,12 @@ class StepFolder:
         return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
 
 
+def split(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Split a checkpoint's tensors into trained weights and their optimizer state."""
+    weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
+    return weights, {name: tensor for name, tensor in tensors.items() if "/" in name}
+
+
 def step_of(path: Path) -> int:
     return int(NAME.fullmatch(path.name)[1])
 
@@ -132,8 +142,7 @@ def step_path(run: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def new_step_folder(path: Path) -> Iterator[Path]:
-    """A folder for a checkpoint's files, which gets its manifest and its name when the block ends
-    without error.
+    """Yield a folder for a checkpoint's files; a block without error gives it manifest and name.
 
     Raises FileExistsError rather than write into an existing one, and OSError for a full disk,
     leaving nothing.
@@ -152,11 +161,13 @@ def new_step_folder(path: Path) -> Iterator[Path]:
 
 
 def why_damaged(path: Path) -> str | None:
-    """Return what is wrong with a step folder, naming the file; None if it is whole. Cost: hashes
-    every byte.
+    """Return the damage of a step folder, naming the file; None if it is whole.
+
+    Cost: hashes every byte.
     """
     name = MANIFEST
     try:
+        # the manifest itself
         text = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(text.encode())
         if content["format"] != FORMAT:
@@ -166,8 +177,11 @@ def why_damaged(path: Path) -> str | None:
             )
         if text != _manifest(content["files"]):
             return f"{MANIFEST} is damaged: its checksum is wrong"
+
+        # the files that it lists, and those that every checkpoint has
         for name in sorted({TENSORS, OPTIMIZER, STATE, *content["files"]}):
-            entry, written = _entry(path / name), content["files"][name]
+            entry = _entry(path / name)
+            written = content["files"][name]
             if entry["bytes"] != written["bytes"]:
                 return (
                     f"{name} is damaged: it has {entry['bytes']:,} bytes, but "
@@ -175,18 +189,14 @@ def why_damaged(path: Path) -> str | None:
                 )
             if entry != written:
                 return f"{name} is damaged: its SHA-256 differs from the one recorded"
+
+        # the state, which is as mmtrain writes it
         name = STATE
         state = StepFolder(path).state
-        if odd := next(
-            (
-                key
-                for key, kinds in STATE_KEYS.items()
-                if not isinstance(state.get(key, ...), kinds)
-            ),
-            None,
-        ):
-            return f"{STATE} is damaged: mmtrain did not write its {odd}"
-        if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
+        for key, kinds in STATE_KEYS.items():
+            if not isinstance(state.get(key, ...), kinds):
+                return f"{STATE} is damaged: mmtrain did not write its {key}"
+        if NAME.fullmatch(path.name) and step_of(path) != state["step"]:
             return f"{STATE} is from step {state['step']}: the folder was renamed"
     except FileNotFoundError:
         return f"{name} is missing"
@@ -200,16 +210,13 @@ def why_damaged(path: Path) -> str | None:
 
 def step_folders(run: Path) -> list[Path]:
     """List a run's checkpoints, whole or not, newest first."""
-    numbered = [
-        (int(m[1]), path)
-        for path in (run / CHECKPOINTS).glob("step-*")
-        if (m := NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(numbered, reverse=True)]
+    candidates = (run / CHECKPOINTS).glob("step-*")
+    folders = [path for path in candidates if NAME.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (step_of(path), path), reverse=True)
 
 
 def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
-    """Return a run's newest whole checkpoint, held, and what is wrong with each newer one."""
+    """Return a run's newest whole checkpoint, held, and the damage of each newer one."""
     damaged: dict[Path, str] = {}
     for path in step_folders(run):
         held = _hold(path)
@@ -247,8 +254,9 @@ def find_newest(run: Path, remedy: str = "Restore one of them") -> StepFolder | 
 
 
 def find(path: Path) -> StepFolder:
-    """Return the checkpoint of a step folder, or the newest whole one of a run's folder; raises
-    UserError.
+    """Return the checkpoint of a step folder, or the newest whole one of a run's folder.
+
+    Raises UserError where there is none.
     """
     if (path / CHECKPOINTS).is_dir():
         if (found := find_newest(path)) is None:
@@ -288,9 +296,7 @@ def remove(path: Path) -> None:
 
 
 def _hold(path: Path) -> BinaryIO | None:
-    """Open and lock the manifest of a step folder, so that no run deletes the folder; None if it is
-    gone.
-    """
+    """Open and lock a step folder's manifest, so that no run deletes it; None: it is gone."""
     try:
         manifest = open_file(path / MANIFEST)
     except (OSError, UserError):

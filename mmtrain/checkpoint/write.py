@@ -14,7 +14,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from mmtrain.checkpoint.step_folder import (
     TENSORS,
     new_step_folder,
     remove,
+    split,
     step_folders,
     step_of,
     step_path,
@@ -48,11 +49,23 @@ from mmtrain.plan.plan import Plan
 
 MAX_FAILURES = 3  # saves in a row that may fail, of a full disk for example, before the run ends
 PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
-def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
+def run_state(
+    config: RunConfig,
+    plan: Plan,
+    threads: int,
+    device: torch.device,
+) -> dict[str, Any]:
     """Return the part of a checkpoint's state that is the same at every step of a run."""
+    recompute: list[int] = []
+    for rank in plan.ranks:
+        if rank.data == 0:
+            recompute += [stage.recompute_layers for stage in rank.stages]
+    device_name = "cpu"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     return {
         "config": config.model_dump(mode="json"),
         "versions": {
@@ -65,12 +78,10 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
             "data": plan.data,
             "boundaries": list(plan.boundaries),
             "packs_per_microbatch": config.train.packs_per_microbatch,
-            "recompute_layers": [
-                s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages
-            ],
+            "recompute_layers": recompute,
             "threads": threads,
             "deterministic": config.train.deterministic,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "device": device_name,
         },
     }
 
@@ -120,27 +131,27 @@ class Checkpointer:
         self.report = report
         self.saved = saved  # step of the latest `save`, whatever became of it
         self.writes = dist.get_rank() == 0
-        self._others = [
-            rank for rank, sends in enumerate(all_gather_object(contributes)) if sends and rank
-        ]
+        contributing = all_gather_object(contributes)
+        self._others = [rank for rank in range(1, len(contributing)) if contributing[rank]]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Callable[[], SaveResult] | None = None  # the latest, until it has succeeded
         self._pending: Future[SaveResult] | None = None
         self._failures = 0  # in a row
         self._whole: set[Path] = set()  # step folders that need not be hashed again
-        self._scores = (
-            _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
-        )
+        self._scores: dict[int, float] = {}
+        if self.writes and section.keep_best:
+            self._scores = _recorded_scores(folder, section.keep_best)
         self._saved_at = time.monotonic()
 
     def is_due(self, step: int, evaluates: bool) -> bool:
-        """Whether to save after `step` updates: it is their turn, or an evaluation follows that may
-        be the best.
+        """Whether to save after `step` updates.
+
+        It is their turn, or an evaluation follows that may be the best.
         """
+        if evaluates and self.section.keep_best is not None:
+            return True
         every = self.section.every_steps
-        return (every is not None and step % every == 0) or (
-            evaluates and self.section.keep_best is not None
-        )
+        return every is not None and step % every == 0
 
     @property
     def time_is_up(self) -> bool:
@@ -158,36 +169,41 @@ class Checkpointer:
         trained: Mapping[str, Any],
         state: Mapping[str, Any],
     ) -> None:
-        """Copy this rank's trained tensors and their optimizer state and begin to write; waits for
-        the save before.
+        """Copy this rank's trained tensors and optimizer state, then write in the background.
 
+        It waits for the save before.
         `trained` holds notes by weight; rank 0 adds those of all ranks to its `state`. Raises
         ValueError on rank 0 rather than save a tensor that is not finite.
         """
         self._wait()
         self.saved = step
         self._saved_at = time.monotonic()
-        tensors, notes = self._collect(
-            {**weights, **optimizer} if self.contributes else {}, trained
-        )
-        if self.writes:
-            if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+        own: Tensors = {}
+        if self.contributes:
+            own = {**weights, **optimizer}
+        tensors, notes = self._collect(own, trained)
+        if not self.writes:
+            return
+
+        for name, tensor in tensors.items():
+            if not _is_finite(tensor):
                 raise ValueError(
-                    f"{bad[0]} is not finite after {step} updates and was not saved. {self.kept()}"
+                    f"{name} is not finite after {step} updates and was not saved. {self.kept()}"
                 )
-            records = {
-                name: (self.folder / name).stat().st_size
-                for name in RECORDS
-                if (self.folder / name).exists()
-            }
-            content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
-            text = json.dumps(without_nan(content), indent=1) + "\n"
-            self._job = functools.partial(self._write, step, tensors, text)
-            self._pending = self._executor.submit(self._job)
+        lengths = {file.name: file.stat().st_size for file in self._records()}
+        content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": lengths}
+        text = json.dumps(without_nan(content), indent=1) + "\n"
+        self._job = functools.partial(self._write, step, tensors, text)
+        self._pending = self._executor.submit(self._job)
+
+    def _records(self) -> Iterator[Path]:
+        """The run's records, whose lengths a checkpoint notes."""
+        return filter(Path.exists, map(self.folder.joinpath, RECORDS))
 
     def finish(self) -> None:
-        """Wait for the last save, and repeat it while it fails; raises UserError on rank 0 after
-        MAX_FAILURES.
+        """Wait for the last save, and repeat it while it fails.
+
+        Raises UserError on rank 0 after MAX_FAILURES.
         """
         self._wait()
         while self._rank_0_says(self._failures > 0):
@@ -196,8 +212,9 @@ class Checkpointer:
             self._wait()
 
     def poll(self) -> None:
-        """Report the save that has ended, if one has; raises UserError after MAX_FAILURES in a
-        row.
+        """Report the save that has ended, if one has.
+
+        Raises UserError after MAX_FAILURES in a row.
         """
         if self._pending is None or not self._pending.done():
             return
@@ -205,22 +222,24 @@ class Checkpointer:
         self._pending = None
         self.report(result)
         if result.error is None:
-            self._failures, self._job = 0, None  # which holds the copies
-        else:
-            self._failures += 1
+            self._failures = 0
+            self._job = None  # which holds the copies
+            return
+        self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise UserError(
                 f"{MAX_FAILURES} saves in a row have failed: {result.error}. {self.kept()}"
             )
 
     def _wait(self) -> None:
-        """Wait until nothing is being written; on all ranks, which else time out on rank 0 where
-        the disk is slow.
+        """Wait until nothing is being written.
+
+        All ranks wait: with a slow disk they would else time out on rank 0.
         """
-        while self._rank_0_says(
-            self._pending is not None and not wait([self._pending], timeout=1).done
-        ):
-            pass
+        is_writing = True
+        while is_writing:
+            is_done = self._pending is None or wait([self._pending], timeout=1).done
+            is_writing = self._rank_0_says(not is_done)
         self.poll()
 
     def _rank_0_says(self, value: bool) -> bool:
@@ -232,10 +251,14 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Finish the last good save first where the run ends with NaN or infinity, as it then does
-        on all ranks.
+        """Finish the last good save first where the run ends with NaN or infinity.
+
+        All ranks end so then.
         """
         if kind is NonFiniteError:
             self._wait()
@@ -243,12 +266,9 @@ class Checkpointer:
 
     def kept(self) -> str:
         """Name the checkpoint from which the run can resume, for a message."""
-        whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
-        return (
-            "No checkpoint was saved before"
-            if whole is None
-            else f"The newest complete checkpoint is {whole}"
-        )
+        for path in self._whole_folders():
+            return f"The newest complete checkpoint is {path}"
+        return "No checkpoint was saved before"
 
     def scored(self, step: int, scores: Mapping[str, Any]) -> None:
         """Note the scores, by name, of an evaluation after `step` updates, for `keep_best`."""
@@ -259,33 +279,35 @@ class Checkpointer:
     def best(self) -> tuple[int, float] | None:
         """Step and score of the best evaluation that has a checkpoint; of equal ones the latest."""
         sign = -1 if self.section.keep_best == "loss" else 1
-        scores = (
-            (self._scores.get(step), step) for step in map(step_of, step_folders(self.folder))
-        )
-        ranked = [
-            (sign * score, step)
-            for score, step in scores
-            if score is not None and math.isfinite(score)
-        ]
-        return None if not ranked else (max(ranked)[1], sign * max(ranked)[0])
+        ranked = []
+        for step in map(step_of, step_folders(self.folder)):
+            score = self._scores.get(step)
+            if score is not None and math.isfinite(score):
+                ranked.append((sign * score, step))
+        if not ranked:
+            return None
+        score, step = max(ranked)
+        return step, sign * score
 
-    def _collect(
-        self, own: Tensors, trained: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _collect(self, own: Tensors, trained: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         """Return copies of all ranks' tensors and notes on rank 0, elsewhere nothing.
 
         Tensors travel one by one: a gather would need the largest rank's bytes for every rank.
         """
-        tensors = {name: _copied(tensor) for name, tensor in own.items()} if self.writes else {}
-        notes = dict(trained) if self.writes else {}
+        tensors: Tensors = {}
+        notes: dict[str, Any] = {}
+        if self.writes:
+            tensors = {name: _copied(tensor) for name, tensor in own.items()}
+            notes |= trained
         if not self._others:
             return tensors, notes
+
         shapes = {name: tensor.shape for name, tensor in own.items()}
         gathered = gather_to_rank_0((shapes, trained))
         if gathered is None:
             for tensor in own.values():
                 dist.send(_copied(tensor), 0)
-            return {}, {}
+            return tensors, notes
         for source in self._others:
             shapes, theirs = gathered[source]
             notes |= theirs
@@ -297,41 +319,45 @@ class Checkpointer:
     def _write(self, step: int, tensors: Tensors, state: str) -> SaveResult:
         start = time.monotonic()
         target = step_path(self.folder, step)
-        weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-        optimizer = {name: tensor for name, tensor in tensors.items() if "/" in name}
         file = target
+        size = 0
+        error = None
         try:
-            for name in RECORDS:  # whose lengths the checkpoint notes
-                if (self.folder / name).exists():
-                    flush(self.folder / name)
+            for record in self._records():
+                flush(record)
             with new_step_folder(target) as unfinished:
-                for file, part in ((target / TENSORS, weights), (target / OPTIMIZER, optimizer)):
-                    save_file(part, unfinished / file.name)
+                for name, part in zip((TENSORS, OPTIMIZER), split(tensors), strict=True):
+                    file = target / name
+                    save_file(part, unfinished / name)
                 file = target
                 (unfinished / STATE).write_text(state)
-                size = sum(file.stat().st_size for file in unfinished.iterdir())
-        except (OSError, SafetensorError) as error:
-            return SaveResult(step, target, 0, time.monotonic() - start, f"{file}: {error}")
-        self._whole.add(target)
-        self._delete_old()
-        return SaveResult(step, target, size, time.monotonic() - start)
+                size = sum(written.stat().st_size for written in unfinished.iterdir())
+        except (OSError, SafetensorError) as problem:
+            error = f"{file}: {problem}"
+        else:
+            self._whole.add(target)
+            self._delete_old()
+        return SaveResult(step, target, size, time.monotonic() - start, error)
 
     def _delete_old(self) -> None:
-        """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor
-        go.
+        """Delete whole checkpoints but the newest ones and the best.
+
+        Damaged ones neither count nor go.
         """
         if self.section.keep_last is None:
             return
         best = self.best
-        for path in [path for path in step_folders(self.folder) if self._is_whole(path)][
-            self.section.keep_last :
-        ]:
-            if best is None or path != step_path(self.folder, best[0]):
-                try:
-                    remove(path)
-                except OSError as error:
-                    # the next save tries again: no reason to call this one a failure
-                    print(f"cannot delete {path}: {error}")
+        for path in list(self._whole_folders())[self.section.keep_last :]:
+            if best is not None and path == step_path(self.folder, best[0]):
+                continue
+            try:
+                remove(path)
+            except OSError as error:
+                # the next save tries again: no reason to call this one a failure
+                print(f"cannot delete {path}: {error}")
+
+    def _whole_folders(self) -> Iterator[Path]:
+        return filter(self._is_whole, step_folders(self.folder))
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._whole and why_damaged(path) is None:
@@ -348,9 +374,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
-    return {
-        record["step"]: score if isinstance(score := record.get(metric), int | float) else None
-        for record in recorded(folder / METRICS, "eval")
-        if isinstance(record.get("step"), int)
-    }
+def _recorded_scores(folder: Path, metric: str) -> dict[int, float]:
+    scores = {}
+    for record in recorded(folder / METRICS, "eval"):
+        if record.get(metric) is not None:
+            scores[record["step"]] = float(record[metric])
+    return scores

@@ -62,16 +62,14 @@ main(sys.argv[2])
 def run(options: argparse.Namespace) -> None:
     """Score the model, record the scores and print them; raises UserError."""
     checkpoint = find(options.run)
-    if checkpoint.config.model.vision is None:
-        instead = (
-            "Export it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model "
-            "hf, pretrained=OUT"
-        )
+    config = checkpoint.config
+    if config.model.vision is None:
         raise UserError(
-            f"{options.run}: was trained on text alone, but these tasks ask about "
-            f"pictures. {instead}"
+            f"{options.run}: was trained on text alone, but these tasks ask about pictures. Export "
+            "it (mmtrain export RUN --format hf --out OUT), and run lm_eval --model hf, "
+            "pretrained=OUT"
         )
-    if HELD_OUT in options.tasks and not checkpoint.config.eval.is_on:
+    if HELD_OUT in options.tasks and not config.eval.is_on:
         raise UserError(
             f"{options.run}: holds out no samples (eval.shards, eval.fraction). "
             "Name --tasks of lmms-eval"
@@ -86,15 +84,15 @@ def run(options: argparse.Namespace) -> None:
         ByteBars(sys.stdout) as progress,
         tempfile.TemporaryDirectory(prefix="mmtrain-benchmark-") as questions,
     ):
-        request: dict[str, Any] = {
-            name: getattr(options, name) for name in ("tasks", "limit", "batch_size")
-        }
-        request |= {
+        request = {
+            "tasks": options.tasks,
+            "limit": options.limit,
+            "batch_size": options.batch_size,
             "folder": str(stock_folder(str(checkpoint.path), progress.show)),
             "questions": questions,
         }
         if HELD_OUT in options.tasks:
-            request["longest"] = write_questions(checkpoint.config, Path(questions))
+            request["longest"] = write_questions(config, Path(questions))
         file = Path(questions) / "request.json"
         file.write_text(json.dumps(request))
         # Elsewhere than here: lmms-eval reads a file .env where it runs.
@@ -103,14 +101,17 @@ def run(options: argparse.Namespace) -> None:
         }
         result = _drive(command, folder / "benchmarks.log")
     with JsonLines(folder / BENCHMARKS) as records:
-        of_all = {
-            "time": time.time(),
-            "step": checkpoint.step,
-            "limit": options.limit,
-            "versions": result["versions"],
-        }
+        now = time.time()
         for task, scores in result["results"].items():
-            records.write(task=task, scores=scores, answers=result["answers"].get(task), **of_all)
+            records.write(
+                task=task,
+                scores=scores,
+                answers=result["answers"].get(task),
+                time=now,
+                step=checkpoint.step,
+                limit=options.limit,
+                versions=result["versions"],
+            )
     write_page([folder], folder / REPORT)
     new = [
         one
@@ -156,29 +157,40 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def _task_names(text: str) -> list[str]:
-    names = (name.strip() for name in text.split(","))
-    return list(dict.fromkeys(name for name in names if name))
+    names = map(str.strip, text.split(","))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    exits = {0: "scored; the page shows it"}
     parser = command_parser(
-        "benchmark", __doc__, EXAMPLES, exits, interrupted="stopped; nothing was recorded"
-    )
-    run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
-    parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
-    task_help = (
-        f"names with commas between them ({HELD_OUT}); "
-        "others are in lmms_eval/tasks of lmms-eval's repository"
+        "benchmark",
+        __doc__,
+        EXAMPLES,
+        {0: "scored; the page shows it"},
+        interrupted="stopped; nothing was recorded",
     )
     parser.add_argument(
-        "--tasks", type=_task_names, default=[HELD_OUT], metavar="NAME[,NAME]", help=task_help
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=_task_names,
+        default=[HELD_OUT],
+        metavar="NAME[,NAME]",
+        help=f"names with commas between them ({HELD_OUT}); "
+        "others are in lmms_eval/tasks of lmms-eval's repository",
     )
     parser.add_argument(
         "--limit", type=positive(int), metavar="N", help="only the first N questions of each task"
     )
-    batch_help = "prompts that are answered together (%(default)s)"
     parser.add_argument(
-        "--batch-size", type=positive(int), default=16, metavar="N", help=batch_help
+        "--batch-size",
+        type=positive(int),
+        default=16,
+        metavar="N",
+        help="prompts that are answered together (%(default)s)",
     )
     return parser.parse_args(arguments)

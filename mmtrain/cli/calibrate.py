@@ -27,8 +27,12 @@ __all__ = ["parse_arguments", "run"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    interrupted = "stopped by Ctrl-C before the ranks were started"
     parser = command_parser(
-        "calibrate", __doc__, EXAMPLES, EXITS, interrupted=interrupted, waits=False
+        "calibrate",
+        __doc__,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped by Ctrl-C before the ranks were started",
+        waits=False,
     )
     return parse_run(parser, arguments, calibrate=True)

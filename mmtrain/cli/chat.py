@@ -96,11 +96,18 @@ def _chat(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=print_note)
-    run_help = "the folder of a run, of one of its checkpoints, or of a Hugging Face model"
-    parser.add_argument("run", metavar="RUN", help=run_help)
-    image_help = "a picture; may be repeated; none for a run on text alone"
     parser.add_argument(
-        "--image", type=Path, action="append", default=[], metavar="FILE", help=image_help
+        "run",
+        metavar="RUN",
+        help="the folder of a run, of one of its checkpoints, or of a Hugging Face model",
+    )
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture; may be repeated; none for a run on text alone",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="one question (default: ask at the terminal)"
@@ -108,9 +115,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--system", metavar="TEXT", help="a system turn before it, for models that take one"
     )
-    length_help = "longest answer, in tokens (%(default)s)"
     parser.add_argument(
-        "--max-new-tokens", type=positive(int), default=256, metavar="N", help=length_help
+        "--max-new-tokens",
+        type=positive(int),
+        default=256,
+        metavar="N",
+        help="longest answer, in tokens (%(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.prompt is not None and not options.prompt.strip():

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     headline = f"{machine['cores']} cores; python {machine['python']}, {libraries}"
     print_result(*table_lines(("",), [(headline,)]))
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
-    states: dict[str, str] = {}
+    states = {}
     try:
         for check in CHECKS:
             if check.name in options.only:
@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(check: Check, folder: Path) -> str:
     """Run a check, print its line and return its state."""
-    on_terminal, began = sys.stdout.isatty(), time.monotonic()
+    on_terminal = sys.stdout.isatty()
+    began = time.monotonic()
     if on_terminal:
         print_words(f"{check.name}: {check.purpose}")
     try:

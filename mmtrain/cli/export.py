@@ -32,11 +32,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.api.export import DifferentError, Dtype, Format, export
+from mmtrain.api.export import DifferentError, Dtype, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_result, show_error
 from mmtrain.base.progress import ByteBars
+from mmtrain.config.schema import ExportFormat
 from mmtrain.facts.hub import make_repository, push
 from mmtrain.runtime.child import leave_out_gpu_kernels
 from mmtrain.stock.exporters import Base
@@ -91,42 +92,56 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    interrupted = "stopped; under --out there is all or nothing"
     parser = command_parser(
-        "export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result
+        "export",
+        __doc__,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped; under --out there is all or nothing",
+        logs=print_result,
     )
-    run_help = "the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint"
-    parser.add_argument("run", type=Path, metavar="RUN", help=run_help)
-    parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint",
+    )
+    parser.add_argument("--format", choices=get_args(ExportFormat), required=True, help="see above")
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to make; must not exist, or be empty"
     )
-    dtype_help = (
-        "of the tensors written (hf, peft: that of the run's LLM; "
-        "else float32, as they were trained)"
-    )
-    parser.add_argument("--dtype", choices=get_args(Dtype), help=dtype_help)
-    size_help = "hf, peft: largest size of a file (%(default)s)"
     parser.add_argument(
-        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help=size_help
+        "--dtype",
+        choices=get_args(Dtype),
+        help="of the tensors written (hf, peft: that of the run's LLM; "
+        "else float32, as they were trained)",
     )
-    base_help = (
-        "peft: what the adapters are for. llm: "
-        "the published LLM (default for text alone); "
-        "hf: OUT/base (else)"
-    )
-    parser.add_argument("--base", choices=get_args(Base), help=base_help)
-    verify_help = (
-        "hf, peft: compare logits with mmtrain's own on N held-out "
-        "samples, batches with "
-        "single answers (8)"
-    )
-    push_help = (
-        "also upload OUT to this repository of the hub; "
-        "one that is missing is made, as a private one"
-    )
-    parser.add_argument("--push", metavar="ORG/NAME", help=push_help)
     parser.add_argument(
-        "--verify", type=positive(int), nargs="?", const=8, metavar="N", help=verify_help
+        "--max-shard-gb",
+        type=positive(float),
+        default=5.0,
+        metavar="GB",
+        help="hf, peft: largest size of a file (%(default)s)",
+    )
+    parser.add_argument(
+        "--base",
+        choices=get_args(Base),
+        help="peft: what the adapters are for. llm: the published LLM (default for text alone); "
+        "hf: OUT/base (else)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="also upload OUT to this repository of the hub; "
+        "one that is missing is made, as a private one",
+    )
+    parser.add_argument(
+        "--verify",
+        type=positive(int),
+        nargs="?",
+        const=8,
+        metavar="N",
+        help="hf, peft: compare logits with mmtrain's own on N held-out samples, batches with "
+        "single answers (8)",
     )
     return parser.parse_args(arguments)

@@ -62,8 +62,9 @@ def run(options: argparse.Namespace) -> None:
     make_demo_shards(names, "SHARDS")
     tars = find_shards(names, programs)
     reading = reading_of(config, tars)
-    layout, form, fingerprint = reading.layout, reading.form, reading.fingerprint
-    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
+    todo: Sequence[Path] = tars
+    if not options.rebuild:
+        todo = unready_shards(tars, reading.fingerprint)
     if len(todo) < len(tars):
         print_result(
             f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are"
@@ -71,15 +72,12 @@ def run(options: argparse.Namespace) -> None:
     if todo:
         build_indexes(
             todo,
-            reading.tokenizer,
-            reading.template,
-            layout,
-            form,
+            reading,
             workers=options.workers,
             rebuild=options.rebuild,
             stream=sys.stdout,
         )
-    surveyed = survey(tars, fingerprint, layout, form)
+    surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
     assert surveyed.text_tokens is not None  # a fingerprint was given
     longest = surveyed.text_tokens.max(initial=0)
     print_result(
@@ -93,13 +91,17 @@ def run(options: argparse.Namespace) -> None:
         f"samples that cannot be trained on: {surveyed.reasons.total():,}",
         *reason_lines(surveyed.reasons),
     )
-    refuse_useless_shards(tars, fingerprint, form, "SHARDS")
+    refuse_useless_shards(tars, reading, "SHARDS")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
     parser = command_parser(
-        "index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=print_result
+        "index",
+        __doc__,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on",
+        logs=print_result,
     )
     parser.add_argument("words", nargs="+", metavar="CONFIG|key=value|SHARDS", help=WORDS_HELP)
     cores = usable_cores()

@@ -33,13 +33,14 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.load import load_config
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
-from mmtrain.data.shards.verify import DamagedMember, verify_shard
+from mmtrain.data.shards.verify import verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import (
@@ -88,36 +89,25 @@ def run(options: argparse.Namespace) -> int:
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = None
+    fills = []  # how full packs of each length become
     if config is None:
-        surveyed = survey(tars, form=sample_format(AUTO, None, "", tars, "SHARDS"))
+        surveyed = survey(tars, form=sample_format(SampleFormat(AUTO), tars, "SHARDS"))
     else:
         reading = reading_of(config, tars)
-        layout, form = reading.layout, reading.form
-        ensure_indexes(tars, reading.tokenizer, reading.template, layout, form, stream=stream)
+        ensure_indexes(tars, reading, stream=stream)
         if options.show is not None:
             _show(tars, reading, options)
             return 0
-        surveyed = survey(tars, reading.fingerprint, layout, form)
-    fills = _fills(surveyed, reading, options.pack_length)
+        surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
+        assert surveyed.sample_set is not None  # the shards are indexed for this configuration
+        for length in options.pack_length or (reading.pack_length,):
+            capacity = Capacity(length, reading.max_tiles_per_pack)
+            fills.append(epoch_fill([surveyed.sample_set], capacity))
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
     else:
         _print_report(surveyed, reading, fills)
     return 0
-
-
-def _fills(
-    surveyed: Survey, reading: Reading | None, pack_lengths: Sequence[int] | None
-) -> list[Fill]:
-    """Return how full packs of each length become; nothing without a configuration."""
-    if reading is None:
-        return []
-    assert surveyed.sample_set is not None  # the shards are indexed for this configuration
-    capacities = [
-        Capacity(length, reading.max_tiles_per_pack)
-        for length in pack_lengths or (reading.pack_length,)
-    ]
-    return [epoch_fill([surveyed.sample_set], capacity) for capacity in capacities]
 
 
 def _tokens_per_image(layout: ImageLayout) -> int | None:
@@ -128,7 +118,7 @@ def _tokens_per_image(layout: ImageLayout) -> int | None:
 
 
 def _as_dict(surveyed: Survey, reading: Reading | None, fills: list[Fill]) -> dict[str, Any]:
-    layout = None if reading is None else reading.layout
+    layout = reading and reading.layout
     by_images = sorted(Counter(surveyed.images.tolist()).items())
     return {
         "shards": surveyed.shards,
@@ -163,7 +153,8 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
 
 
 def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) -> None:
-    none, one = int((survey.images == 0).sum()), int((survey.images == 1).sum())
+    none = (survey.images == 0).sum()
+    one = (survey.images == 1).sum()
     several = len(survey.images) - none - one
     print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(
@@ -228,13 +219,14 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"checksums to compare with (the first is {without[0]}). "
             f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
         )
-    damages: list[DamagedMember] = []
+    damages = []
     samples = compared = done = 0
     started = time.monotonic()
 
     def count(size: int) -> None:
         nonlocal samples, compared
-        samples, compared = samples + 1, compared + size
+        samples += 1
+        compared += size
         show()
 
     def show() -> None:
@@ -250,15 +242,15 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     counts = {"shards": len(tars), "samples": samples, "bytes": compared}
     if as_json:
         print_result(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
-        return EXIT_DAMAGED if damages else 0
-    for damage in damages:
-        where = "" if damage.offset is None else f" at byte {damage.offset:,}"
-        what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
-        print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
-    print_result(
-        f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
-        f"{len(damages):,} damaged"
-    )
+    else:
+        for damage in damages:
+            where = "" if damage.offset is None else f" at byte {damage.offset:,}"
+            what = "the whole" if damage.key is None else f"sample {escape(damage.key)}"
+            print_result(f"damaged: {damage.shard}: {what}{where}: {escape(damage.detail)}")
+        print_result(
+            f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
+            f"{len(damages):,} damaged"
+        )
     return EXIT_DAMAGED if damages else 0
 
 
@@ -302,12 +294,15 @@ def _print_sample(sample: TokenizedSample) -> None:
     total = images = labels = 0
     for row, following in itertools.zip_longest(sample.rows, sample.rows[1:]):
         total += row.positions
-        position, token, text = f"{row.first:,}", str(row.token), _shown_text(row)
+        position = f"{row.first:,}"
+        token = str(row.token)
+        text = _shown_text(row)
         if row.positions > 1:
             position += f" - {row.first + row.positions - 1:,}"
         if row.token == IMAGE_POSITION:
             images += row.positions
-            token, text = "", f"{row.positions} x {text}"
+            token = ""
+            text = f"{row.positions} x {text}"
         label = predicted = ""
         if row.label != IGNORE:
             labels += 1

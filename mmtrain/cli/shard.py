@@ -74,9 +74,10 @@ from mmtrain.data.prepare.validate import (
 )
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.pool import worker_pool
 from mmtrain.data.shards.shard_list import matching_files
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.inspection.reading import parse_words
 from mmtrain.runtime.gpus import usable_cores
 from mmtrain.stock.pretrained import expand_pretrained
@@ -126,10 +127,10 @@ def run(options: argparse.Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises
     UserError.
     """
-    images: Path | None = options.images and options.images.resolve()
+    images = options.images and options.images.resolve()
     if images is not None and not images.is_dir():
         raise UserError(f"--images {options.images}: no such folder")
-    out: Path = options.out
+    out = options.out
     if out.resolve() == images:
         raise UserError(
             f"--out {options.out}: is the folder of the images; "
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
         )
     refuse_used_folder(out, options.resume)
     # All of them before anything is written: a broken last file shows at once.
-    sources: list[Source] = []
+    sources = []
     config = load_config(options.config or DEMO, options.changes)
     data = config.data
     name = data.format if options.json is None else "llava"
@@ -147,9 +148,10 @@ def run(options: argparse.Namespace) -> None:
         config = expand_pretrained(config)
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
-        count = TextCounter(config.model.llm.path, config.data.template, image_layout(config))
+        layout = models_of(config).layout
+        count = TextCounter(Tokenization(config.model.llm.path, config.data.template, layout))
     option = "--from" if options.json is None else "--json"
-    named: list[Path] = []
+    named = []
     for path in options.paths:
         if path.exists():
             named.append(path)
@@ -169,9 +171,9 @@ def run(options: argparse.Namespace) -> None:
             "data.caption_key": form.caption_key,
             "data.caption_prompt": form.caption_prompt,
             "data.template": count and template_name(config.data.template),
-            "text_fingerprint": count and count.fingerprint,
+            "text_fingerprint": count and count.how.fingerprint,
         },
-        "inputs": [_describe(source) for source in sources],
+        "inputs": list(map(_describe, sources)),
     }
     if is_finished(out, run):
         print_info(f"{out}: finished already")
@@ -179,9 +181,13 @@ def run(options: argparse.Namespace) -> None:
     total = sum(source.records for source in sources)
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
     allowed = math.floor(options.max_reject_rate * total + 1e-6)
-    keep = options.duplicate_ids == "keep"
     validator = Validator(
-        sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed
+        sources,
+        images,
+        options.samples_per_shard,
+        options.shard_bytes,
+        options.duplicate_ids == "keep",
+        allowed,
     )
     rejected_file = out / "rejected.jsonl"
     with unfinished_run(out, run, options.resume) as unfinished:
@@ -256,8 +262,12 @@ def _unfinished(
 def _describe(source: Source) -> dict:
     with source.path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    content = {"file": source.name, "records": source.records, "sha256": digest}
-    return {**content, "format": source.adapter.form.name}
+    return {
+        "file": source.name,
+        "records": source.records,
+        "sha256": digest,
+        "format": source.adapter.form.name,
+    }
 
 
 def parse_size(text: str) -> int:
@@ -337,10 +347,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         default="reject",
         help="keep: keys get -2, -3, ... (reject)",
     )
-    pixels = positive(int, MAX_IMAGE_PIXELS)
     add(
         "--max-pixels",
-        type=pixels,
+        type=positive(int, MAX_IMAGE_PIXELS),
         default=MAX_IMAGE_PIXELS,
         metavar="N",
         help="reject larger images (%(default)s)",
@@ -362,8 +371,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         options.samples_per_shard = 1000
     if options.out == Path():
         parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
-    interrupted = (
-        f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
-    )
-    options.ending = {"unnamed": options.out, "interrupted": interrupted}
+    options.ending = {
+        "unnamed": options.out,
+        "interrupted": f"stopped by Ctrl-C; {options.out} is unfinished: "
+        "go on with --resume, or delete it",
+    }
     return options

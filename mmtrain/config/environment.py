@@ -69,7 +69,8 @@ def _filled(text: str) -> str:
                 f"${variable[1]} is neither a file nor a variable. Write ${{{variable[1]}}}"
             )
     for variable in _VARIABLE.finditer(text):
-        name, shown = variable[1], escape(variable[0], 60)
+        name = variable[1]
+        shown = escape(variable[0], 60)
         value = os.environ.get(name, "")
         if _SECRET.search(name.upper()):
             raise UserError(
@@ -88,8 +89,7 @@ def _filled(text: str) -> str:
     filled = _VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
     if _UNREAD.search(filled):  # config.yaml would be filled in again
         raise UserError(
-            f"{escape(text, 60)} still holds ${{...}} after its variables are filled in. "
-            f"Write variables as ${{NAME}}, "
-            "without a default and without another variable in them"
+            f"{escape(text, 60)} still holds ${{...}} after its variables are filled in. Write "
+            f"variables as ${{NAME}}, without a default and without another variable in them"
         )
     return filled

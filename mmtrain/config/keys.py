@@ -1,5 +1,5 @@
-"""The keys of a configuration, and the marks that a key's declaration has beside its type and
-meaning.
+"""The keys of a configuration: the class of its sections, and the marks that a key's declaration
+has beside its type and meaning.
 
     packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1)
 
@@ -9,14 +9,17 @@ Every key is Free, Kept or Fixed: whether a resumed run may change it.
 from __future__ import annotations
 
 import enum
+import functools
+import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 Path = tuple[str, ...]
 Mark = TypeVar("Mark")
@@ -121,3 +124,78 @@ def _element_section(annotation: Any) -> type[BaseModel] | None:
 def declared_path(path: Path) -> Path:
     """Return a key path as it is declared, with * for the numbers of elements."""
     return tuple(ELEMENT if part.isdecimal() else part for part in path)
+
+
+def _exponent_number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), which is how everybody writes a learning rate.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_exponent_number)]
+
+
+def wrong_together(message: str) -> PydanticCustomError:
+    """Return the error of values that do not go together; `message` names the keys and the
+    remedy.
+    """
+    return PydanticCustomError("cross_field", "{message}", {"message": message})
+
+
+class Section(BaseModel):
+    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after
+    loading.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def value_at(self, path: Path) -> Any:
+        """Return the value of a key, None below a section that is null."""
+        return functools.reduce(
+            lambda section, name: section and getattr(section, name), path, self
+        )
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return a copy with other, unchecked, values at these dotted keys; a section that is null
+        stays.
+        """
+        section = self
+        for key, value in changes.items():
+            name, _, below = key.partition(".")
+            if below:
+                inner = getattr(section, name)
+                value = inner and inner.changed({below: value})
+            section = section.model_copy(update={name: value})
+        return section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_sections(cls, content: Any) -> Any:
+        """Give a section that is null or left out no keys, so that errors name the keys that it
+        lacks.
+        """
+        if content is None:
+            content = {}
+        if isinstance(content, dict):
+            for name, field in cls.model_fields.items():
+                if field.is_required() and section_of(field.annotation):
+                    content = {name: {}} | content
+        return content
+
+    @model_validator(mode="after")
+    def _check_alternatives(self) -> Self:
+        for (name, *below), mark in marked(type(self), InsteadOf).items():
+            if below:  # the section that declares it has checked it
+                continue
+            section, other = mark.key.split(".")
+            unset = (getattr(self, name), getattr(self, other)).count(None)
+            if mark.is_needed and unset != 1:
+                raise wrong_together(
+                    f"{mark.key}: set exactly one of {mark.key} and {section}.{name}"
+                )
+            if unset == 0:
+                raise wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
+        return self

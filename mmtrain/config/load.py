@@ -35,8 +35,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     environment; a file that `data.template` names is replaced by its text. Raises UserError listing
     every problem at once.
     """
-    name = example_name(path)
-    content = read_yaml(example_file(name) if name else Path(path))
+    file = Path(path)
+    if name := example_name(path):
+        file = example_file(name)
+    content = read_yaml(file)
     if content is not None and not isinstance(content, dict):
         sections = ", ".join(RunConfig.model_fields)
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
@@ -90,18 +92,16 @@ def example_file(name: str) -> Path:
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
     """Return the configuration with this content. Raises UserError for all problems of `source`."""
     try:
-        return _with_fit(RunConfig.model_validate(content))
+        config = RunConfig.model_validate(content)
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
-    raise _several(source, problems, heading)
+        raise _several(source, problems, heading) from None
 
-
-def _with_fit(config: RunConfig) -> RunConfig:
-    """Resolve data.image_fit=null to its default, unless the files of model.pretrained decide it
-    later.
-    """
-    is_cut = config.model.vision is not None and config.model.vision.cuts_images
-    if config.data.image_fit is not None or is_cut or config.model.pretrained is not None:
+    # A null data.image_fit becomes its default, unless the files of model.pretrained decide it
+    # later.
+    model = config.model
+    is_cut = model.vision is not None and model.vision.cuts_images
+    if config.data.image_fit is not None or is_cut or model.pretrained is not None:
         return config
     return config.changed({"data.image_fit": "pad"})
 
@@ -135,8 +135,7 @@ class _Dumper(yaml.SafeDumper):
     """
 
     def represent_str(self, text: str) -> yaml.Node:
-        has_breaks = re.search("[\x85\u2028\u2029]", text)
-        style = '"' if has_breaks else None
+        style = re.search("[\x85\u2028\u2029]", text) and '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
@@ -176,10 +175,9 @@ def _apply(content: dict[str, Any], override: str) -> None:
     shown = f"override {escape(repr(override))}"
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         raise UserError(f"{shown}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
-    field = dict(all_fields(RunConfig)).get(path)
-    section, may_be_null = None, False
-    if field is not None:
-        section, may_be_null = section_of(field.annotation), is_optional(field.annotation)
+    annotation = getattr(dict(all_fields(RunConfig)).get(path), "annotation", None)
+    section = section_of(annotation)
+    may_be_null = is_optional(annotation)
     is_null = text == "null" and (section is not None or may_be_null)
     if section is not None and not is_null:
         keys = ", ".join(f"{key}.{name}" for name in section.model_fields)
@@ -193,9 +191,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
         content = content[part]
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML
     # alias.
-    takes_text = False
-    if field is not None:
-        takes_text = str in (field.annotation, *typing.get_args(field.annotation))
+    takes_text = str in (annotation, *typing.get_args(annotation))
     is_text = takes_text and not is_null and not text.startswith(("[", '"', "'"))
     value = text if is_text else parse_yaml(text, shown)
     if _lacks_blank(value):

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured
+from mmtrain.config.keys import Files, Fixed, Float, Free, Kept, Measured, Section, wrong_together
 from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
-from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 
@@ -82,23 +81,18 @@ class VisionSection(Section):
         return LAYOUTS[self.layout].is_sized
 
     @model_validator(mode="after")
-    def _check_final_norm(self) -> Self:
+    def _check_norm_and_size(self) -> Self:
         if self.final_norm and self.select_layer != -1:
             raise wrong_together(
                 "model.vision.final_norm: the norm follows the last block, but "
                 "model.vision.select_layer is "
                 f"{self.select_layer}. Set it to -1, or leave final_norm out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_native_size(self) -> Self:
-        least, most = self.min_positions, self.max_positions
-        if self.longest_edge is not None and (least or most):
+        has_positions = self.min_positions or self.max_positions
+        if self.longest_edge is not None and has_positions:
             raise wrong_together(
                 f"model.vision.longest_edge: {self.longest_edge}, but min_positions or "
-                "max_positions is set too. Leave "
-                "one of the two out"
+                "max_positions is set too. Leave one of the two out"
             )
         return self
 
@@ -178,7 +172,8 @@ class ModelSection(Section):
     def _check_pretrained(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        pretrained, has_vision = content.get("pretrained"), content.get("vision", {}) is not None
+        pretrained = content.get("pretrained")
+        has_vision = content.get("vision", {}) is not None
         if pretrained is not None and not has_vision:
             raise wrong_together(
                 "model.vision: null, but model.pretrained names a model with an encoder. "
@@ -202,7 +197,8 @@ class ModelSection(Section):
         # whose layout is checked once its folder is read
         if vision is None or self.pretrained is not None:
             return self
-        least, most = vision.min_positions or MIN_POSITIONS, vision.max_positions or MAX_POSITIONS
+        least = vision.min_positions or MIN_POSITIONS
+        most = vision.max_positions or MAX_POSITIONS
         if least > most:
             raise wrong_together(
                 f"model.vision.min_positions: {least} is above max_positions, {most}. Set both"
@@ -211,9 +207,8 @@ class ModelSection(Section):
             fitting = [name for name, layout in LAYOUTS.items() if key in layout.keys]
             if getattr(vision, key) is not None and vision.layout not in fitting:
                 raise wrong_together(
-                    f"model.vision.{key}: the layout {vision.layout} does not use it. "
-                    "Leave it out, or set "
-                    f"model.vision.layout={' or '.join(fitting)}"
+                    f"model.vision.{key}: the layout {vision.layout} does not use it. Leave it "
+                    f"out, or set model.vision.layout={' or '.join(fitting)}"
                 )
         return self
 
@@ -224,10 +219,8 @@ class ModelSection(Section):
         if self.projector != ProjectorSection():
             raise wrong_together(
                 "model.projector: model.vision is null, and without an encoder there is nothing to "
-                "project. Remove "
-                "model.projector (on the command line: "
-                "model.projector=null), or name an encoder in "
-                "model.vision"
+                "project. Remove model.projector (on the command line: model.projector=null), or "
+                "name an encoder in model.vision"
             )
         if absent := [
             one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")

@@ -7,9 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Free
+from mmtrain.config.keys import Files, Float, Free, Section, wrong_together
 from mmtrain.config.limits import MAX_LAYERS
-from mmtrain.config.section import Float, Section, wrong_together
 
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
@@ -66,7 +65,8 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _check_lists(self) -> Self:
-        cuts, stages_per_rank = self.boundaries, self.stages_per_rank
+        cuts = self.boundaries
+        stages_per_rank = self.stages_per_rank
         if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
             raise wrong_together(
                 f"parallel.stages_per_rank: {stages_per_rank} stages on one rank, but "
@@ -76,7 +76,8 @@ class ParallelSection(Section):
             stages = len(cuts) + 1
             wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
             if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
-                layout, needed = f"parallel.pipeline {self.pipeline}", self.pipeline - 1
+                layout = f"parallel.pipeline {self.pipeline}"
+                needed = self.pipeline - 1
                 if stages_per_rank != "auto" and stages_per_rank > 1:
                     layout += f" and stages_per_rank {stages_per_rank}"
                     needed = self.pipeline * stages_per_rank - 1
@@ -101,7 +102,8 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _check_peers(self) -> Self:
-        shards, data = self.weight_shards, self.data
+        shards = self.weight_shards
+        data = self.data
         if self.stream_from == "host":
             if shards not in (None, 1):
                 raise wrong_together(
@@ -122,7 +124,7 @@ class ParallelSection(Section):
                 f"parallel.host_memory_gib: {self.host_memory_gib:g}, but parallel.stream_from "
                 "peers keeps nothing in the machine's memory. Leave one of them out"
             )
-        shards = data if shards is None else shards
+        shards = shards or data
         if shards < 2 or data % shards:
             fits = [n for n in range(2, data + 1) if data % n == 0]
             needs = "parallel.data of at least 2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ def explain(
 ) -> list[str]:
     """Return a line for each wrong key of the first MOST_EXPLAINED errors in the `content`."""
     fields = dict(all_fields(model))
-    lines: list[str] = []
+    lines = []
     # a union has an error per alternative, a list one per element
     wrong_values: dict[Path, list[str]] = {}
     for error in errors[:MOST_EXPLAINED]:
@@ -62,10 +63,13 @@ def explain(
             should = _SHOULD.get(kind, message)
             wrong_values.setdefault(path, []).append(should)
     for path, should in wrong_values.items():
-        value, begin, meaning = _value_at(content, path), "it", ""
+        value = _value_at(content, path)
+        begin = "it"
+        meaning = ""
         if path:  # without: a key that is no Unicode
             field = fields[declared_path(path)]
-            begin, meaning = _meant(field.annotation, value, should), _meaning(field)
+            begin = _meant(field.annotation, value, should)
+            meaning = _meaning(field)
         needed = f"{begin} should {' or '.join(dict.fromkeys(should))}{meaning}"
         lines.append(f"{'.'.join(path) or 'its keys'}: {_shown(value)} is not allowed; {needed}")
     if len(errors) > MOST_EXPLAINED:
@@ -121,7 +125,9 @@ def nearest_key(path: Path, known: Sequence[Path]) -> Path | None:
 
 
 def _may_mean(path: Path, known: Path) -> bool:
-    name, words, known_words = path[-1], _words(path), _words(known)
+    name = path[-1]
+    words = _words(path)
+    known_words = _words(known)
     likeness = _ratio(name, known[-1])
     if words <= known_words and _words(known[-1:]) <= _words(path[-1:]):
         return True  # model.llm_path or lr: the name, and some of its sections
@@ -154,7 +160,7 @@ def _value_at(content: Any, path: Path) -> Any:
 def _shown(value: Any) -> str:
     """Return a value as YAML has it: its lists have become tuples."""
     if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+        return json.dumps(value)
     return escape(repr(_with_lists(value)), 120)
 
 

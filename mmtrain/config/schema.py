@@ -10,11 +10,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mmtrain.config.keys import NAME, Files, Fixed, Free, InsteadOf, Kept, Measured, NamesFiles
+from mmtrain.config.keys import (
+    NAME,
+    Files,
+    Fixed,
+    Float,
+    Free,
+    InsteadOf,
+    Kept,
+    Measured,
+    NamesFiles,
+    Section,
+    wrong_together,
+)
 from mmtrain.config.limits import MAX_CELLS, MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
-from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.config.templates import TemplateName, TemplateText, is_template_file
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]
@@ -26,6 +37,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
+ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
 SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
 
 
@@ -38,9 +50,9 @@ class RunSection(Section):
     """seed of every random choice: initial weights of projector and adapters, data order"""
     overwrite: Free[bool] = False
     """true: delete an existing run folder with this name and start over"""
-    report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
-    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are
-    optional extras of mmtrain, csv is a table. A tracker that fails never ends the run"""
+    report_to: Free[tuple[Literal["tensorboard", "wandb"], ...]] = ()
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, wandb]: optional extras of
+    mmtrain. A tracker that fails never ends the run"""
 
 
 class DataSetSection(Section):
@@ -139,7 +151,7 @@ class DataSection(Section):
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
     @model_validator(mode="after")
-    def _check_sets(self) -> Self:
+    def _check_sets_and_expected_image(self) -> Self:
         if self.sets == ():
             raise wrong_together("data.sets: the list is empty. Name at least one data set")
         names = [one.name for one in self.sets or ()]
@@ -147,17 +159,13 @@ class DataSection(Section):
             raise wrong_together(
                 f"data.sets: two sets have the same name ({', '.join(names)}). Names must differ"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_expected_image(self) -> Self:
         keys = ("expected_image_tiles", "expected_image_positions")
         missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
         if getattr(self, missing) is None and getattr(self, found) is not None:
             raise wrong_together(
-                f"data.{missing}: null, but data.{found} is set, and the planner needs both. "
-                "Set both as mmtrain "
-                "inspect prints them, or leave both out"
+                f"data.{missing}: null, but data.{found} is set, and the planner needs both. Set "
+                "both as mmtrain inspect prints them, or leave both out"
             )
         return self
 
@@ -233,8 +241,7 @@ class OptimizerSection(Section):
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise wrong_together(
                 f"optimizer.decay_fraction: {self.decay_fraction} and optimizer.warmup_fraction "
-                f"{self.warmup_fraction} "
-                "add up to more than 1, i.e. all steps. Lower one of them"
+                f"{self.warmup_fraction} add up to more than 1, i.e. all steps. Lower one of them"
             )
         return self
 
@@ -283,7 +290,7 @@ class CheckpointSection(Section):
 
 
 class ExportSection(Section):
-    format: Free[Literal["safetensors", "llava", "hf", "peft"] | None] = None
+    format: Free[ExportFormat | None] = None
     """format in which you will export the run with `mmtrain export`; the plan refuses a format that
     the run cannot have. null: checked at export"""
 
@@ -300,42 +307,31 @@ class RunConfig(Section):
     export: ExportSection = ExportSection()
 
     @model_validator(mode="after")
-    def _check_images_of_text_alone(self) -> Self:
-        if self.model.vision is not None and self.data.images == "strip":
+    def _check_images(self) -> Self:
+        vision = self.model.vision
+        if vision is not None and self.data.images == "strip":
             raise wrong_together(
                 "data.images: strip removes the images, but model.vision has an encoder, which "
-                "needs them. Leave it "
-                "out, or set model.vision=null"
+                "needs them. Leave it out, or set model.vision=null"
             )
-        if self.model.vision is None and self.data.template == "plain":
+        if vision is None and self.data.template == "plain":
             raise wrong_together(
                 "data.template: plain keeps only images and answers, but model.vision is null, so "
-                "there are no images. "
-                "Set data.template=chat"
+                "there are no images. Set data.template=chat"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tiles(self) -> Self:
-        if self.model.vision is None or not self.model.vision.cuts_images:
-            return self
-        layout = self.model.vision.layout
-        if self.data.image_fit is not None:
+        if vision is not None and vision.cuts_images and self.data.image_fit is not None:
             raise wrong_together(
                 f"data.image_fit: {self.data.image_fit} makes one square of an image, but "
-                f"model.vision.layout {layout} "
-                "sets its size. Remove it (on the command line: data.image_fit=null), or set "
-                "model.vision.layout=square"
+                f"model.vision.layout {vision.layout} sets its size. Remove it (on the command "
+                "line: data.image_fit=null), or set model.vision.layout=square"
             )
         return self
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        packs, data, per_microbatch = (
-            self.train.packs_per_step,
-            self.parallel.data,
-            self.train.packs_per_microbatch,
-        )
+        packs = self.train.packs_per_step
+        per_microbatch = self.train.packs_per_microbatch
+        data = self.parallel.data
         unit = data * per_microbatch
         if packs % unit:
             below = packs // unit * unit
@@ -349,15 +345,12 @@ class RunConfig(Section):
         if pipeline * data > MAX_RANKS:
             raise wrong_together(
                 f"parallel.data: {data} x parallel.pipeline {pipeline} = {pipeline * data:,} "
-                "ranks; the limit is "
-                f"{MAX_RANKS:,}"
+                f"ranks; the limit is {MAX_RANKS:,}"
             )
         if packs // unit * pipeline > MAX_MICROBATCHES:
             raise wrong_together(
                 f"train.packs_per_step: {packs // unit:,} micro-batches a step x {pipeline} "
-                "pipeline ranks; the limit "
-                f"is {MAX_MICROBATCHES:,} together. Set fewer packs, or raise "
-                "train.packs_per_microbatch or "
-                "parallel.data"
+                f"pipeline ranks; the limit is {MAX_MICROBATCHES:,} together. Set fewer packs, or "
+                "raise train.packs_per_microbatch or parallel.data"
             )
         return self

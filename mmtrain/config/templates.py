@@ -51,9 +51,8 @@ def read_template(value: str) -> str:
         raise UserError(f"{value}: cannot be read as text ({error})") from None
     if len(text) > MAX_CHARACTERS or "\0" in text or not ("{{" in text or "{%" in text):
         raise UserError(
-            f"{value}: not a Jinja template of a conversation. "
-            f"It needs {{{{ or {{%, no null character, and at most "
-            f"{MAX_CHARACTERS:,} characters"
+            f"{value}: not a Jinja template of a conversation. It needs "
+            f"{{{{ or {{%, no null character, and at most {MAX_CHARACTERS:,} characters"
         )
     return text
 

@@ -66,7 +66,8 @@ def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
 
 
 def _ensure(name: str) -> None:
-    folder, split = demo_shards(name), name.removeprefix(PREFIX)
+    folder = demo_shards(name)
+    split = name.removeprefix(PREFIX)
     if _is_whole(folder, split):
         return
     try:
@@ -112,7 +113,8 @@ def draw_samples(split: str) -> Iterator[KeyedSample]:
     for number in range(SAMPLES[split]):
         key = f"{split}-{number:06d}"
         scene = draw_scene(draw)
-        stream, picture = io.BytesIO(), paint(scene, scans, draw)
+        stream = io.BytesIO()
+        picture = paint(scene, scans, draw)
         # drawn in any case, else the pictures that follow would be others
         spoken = converse(scene, draw)
         if split.startswith(NEXT):

@@ -53,16 +53,15 @@ class Scans:
             from sklearn.datasets import load_digits
         except ImportError:
             raise UserError(
-                "the demo's handwriting comes with scikit-learn, which is not installed; "
-                "install it: "
-                "pip install 'mmtrain[demo]'"
+                "the demo's handwriting comes with scikit-learn, which is not installed; install "
+                "it: pip install 'mmtrain[demo]'"
             ) from None
         scans = load_digits()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(scans.target))
-        uses = list(SHARES)
         edges = np.cumsum([0.0, *SHARES.values()]) * len(order)
-        begin, end = edges[uses.index(use)].round(), edges[uses.index(use) + 1].round()
-        self.indices = order[int(begin) : int(end)]
+        place = list(SHARES).index(use)
+        begin, end = edges[place : place + 2].round().astype(int)
+        self.indices = order[begin:end]
         pixels = np.rint(scans.images[self.indices] * (255 / 16)).astype(np.uint8)
         targets = scans.target[self.indices]
         self._by_digit = [

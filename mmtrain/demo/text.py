@@ -15,8 +15,26 @@ from dataclasses import replace
 
 from mmtrain.demo.scene import CELLS, DIGITS, Item, Scene
 
-DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLOUR_WORDS = ("red", "green", "blue", "yellow", "white", "pink")
+DIGIT_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+)
+COLOUR_WORDS = (
+    "red",
+    "green",
+    "blue",
+    "yellow",
+    "white",
+    "pink",
+)
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
 ASK = (
@@ -82,7 +100,7 @@ def _ask(
 ) -> Turns:
     """Questions about one to three of `cells`, of any where there are none."""
     cells = cells or list(range(CELLS))
-    turns: list[tuple[str, str]] = []
+    turns = []
     for cell in draw.sample(cells, min(len(cells), draw.choice((1, 1, 2, 3)))):
         turns.append(("human", draw.choice(questions).format(PLACES[cell])))
         turns.append(("gpt", answer(cell).capitalize() + "."))

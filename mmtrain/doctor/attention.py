@@ -21,7 +21,11 @@ from mmtrain.model.llm.attention import (
 )
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
-TOKENS, DOCUMENTS, HEADS, KEY_HEADS, HEAD_WIDTH = 1024, 9, 8, 4, 64
+TOKENS = 1024
+DOCUMENTS = 9
+HEADS = 8
+KEY_HEADS = 4
+HEAD_WIDTH = 64
 
 
 def attention(folder: Path) -> str:
@@ -37,8 +41,9 @@ def attention(folder: Path) -> str:
     expected = separate(borders, *(state.float() for state in states))
     difference = max(distance(ours, alone) for ours, alone in zip(results, expected, strict=True))
     backend = describe_backends([backends])[1][0].removeprefix("attention: ")
-    name = str(dtype).removeprefix("torch.")
-    text = f"{backend}; in {name} {difference:.1e} off separate documents"
+    text = (
+        f"{backend}; in {str(dtype).removeprefix('torch.')} {difference:.1e} off separate documents"
+    )
     if not difference <= TOLERANCES[dtype]:
         raise FailedError(
             f"{text}, at most {TOLERANCES[dtype]:g} is rounding",
@@ -94,6 +99,7 @@ def _states(seed: int, device: torch.device, dtype: torch.dtype) -> list[torch.T
 
 def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference over the norm; infinite for NaN."""
-    ours, expected = ours.double().cpu(), expected.double().cpu()
+    ours = ours.double().cpu()
+    expected = expected.double().cpu()
     ratio = float((ours - expected).norm() / expected.norm())
     return float("inf") if math.isnan(ratio) else ratio

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import naming_shared_memory
+from mmtrain.base.errors import UserError, naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, python_child
 
 CHILD = "from mmtrain.doctor.check import main; main()"
@@ -72,7 +71,8 @@ def run_check(check: Check, folder: Path, seconds: float = LIMIT_SECONDS) -> Out
     """Run a check in a child process, for at most `seconds`. None of its processes is left
     afterwards.
     """
-    log, result = folder / f"{check.name}.log", folder / f"{check.name}.json"
+    log = folder / f"{check.name}.log"
+    result = folder / f"{check.name}.json"
     with log.open("w") as output:
         child = subprocess.Popen(
             **python_child("-c", CHILD, check.function, folder, result),

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import MORE_SHARED_MEMORY, UserError
 from mmtrain.base.printing import bytes_text
-from mmtrain.base.shared_memory import REMEDY
-from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, SkippedError
 from mmtrain.launching.machine import TORCHRUN_VARIABLES, free_host_memory
 from mmtrain.plan.refusals import check_environment
@@ -76,7 +74,8 @@ def driver(folder: Path) -> str:
 
 def memory(folder: Path) -> str:
     """Check that GPUs, host and /dev/shm have memory free."""
-    gpus, texts = visible_gpus(), []
+    gpus = visible_gpus()
+    texts = []
     choose = "end the processes that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     for place, free, needed, remedy in (
@@ -90,7 +89,7 @@ def memory(folder: Path) -> str:
             HOST_BYTES_A_RANK * max(1, len(gpus)),
             "end other programs, or give the job more",
         ),
-        (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, REMEDY),
+        (SHARED_MEMORY, shared, SHARED_MEMORY_BYTES, MORE_SHARED_MEMORY),
     ):
         texts.append(f"{place}: {bytes_text(free)} free")
         if free < needed:
@@ -111,14 +110,14 @@ def environment(folder: Path) -> str:
 def traps(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each of these environment variables that harms a pipeline."""
     try:
-        check_environment(load_config(DEMO, ["parallel.pipeline=2"]), variables)
+        check_environment(2, variables)
     except UserError as error:
         yield str(error)
     for variable, value, effect in TRAPS:
         if variables.get(variable, "").strip() == value:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
-        names = ", ".join(TORCHRUN_VARIABLES)
         yield (
-            f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"
+            f"{', '.join(TORCHRUN_VARIABLES)} are set: mmtrain train would act as a rank that "
+            "torchrun started; unset RANK"
         )

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.model import ModelSection
 from mmtrain.data.stream.images import image_transform
-from mmtrain.engine.optimizer import NAMES_SHOWN, NoOpOptimizer
+from mmtrain.engine.optimizer import NAMES_SHOWN
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.families import llm_config
-from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.model_files import model_config, model_folder
 from mmtrain.facts.vision_files import is_timm_name
-from mmtrain.model.stage import Stage
+from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import Plan, RankPlan
 
@@ -37,7 +38,7 @@ IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class AuditError(RuntimeError):
-    """What the run did is not what the plan says; the message names rank and tensor."""
+    """Raised where a run's tensors are not as its plan says; the message names rank and tensor."""
 
 
 class RankAudit:
@@ -56,117 +57,123 @@ class RankAudit:
         plan: RankPlan,
         stages: Mapping[int, Stage],
         optimizer: torch.optim.Optimizer,
-        masters: Mapping[str, torch.Tensor],
+        masters: Mapping[str, Tensor],
     ) -> None:
         self.plan = plan
         self._optimizer = optimizer
-        self.optimizer = (
-            "NoOp" if isinstance(optimizer, NoOpOptimizer) else type(optimizer).__name__
-        )
+        # as plans call it: NoOp where nothing trains
+        self.optimizer = type(optimizer).__name__.removesuffix("Optimizer")
         self.masters = masters
-        named = {name: p for stage in stages.values() for name, p in stage.global_parameters()}
-        self.stored = {name: p for name, p in named.items() if p.requires_grad}
-        self.frozen: dict[str, torch.Tensor] = {
-            name: p for name, p in named.items() if not p.requires_grad
-        }
+        self.stored: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
+        for stage in stages.values():
+            for name, parameter in stage.global_parameters():
+                tensors = self.stored if parameter.requires_grad else self.frozen
+                tensors[name] = parameter
         self._check_plan(stages, optimizer)
-        self._buffers = {
-            name: fingerprint(b) for stage in stages.values() for name, b in stage.layer_buffers()
-        }
+
+        self._buffers = {}
         for number, stage in stages.items():
+            self._buffers |= {name: fingerprint(b) for name, b in stage.layer_buffers()}
             saved = set(stage.state_dict())
-            self.frozen |= {
-                f"stage {number} {name}": b for name, b in stage.named_buffers() if name in saved
-            }
-        self._streamed = next(
-            (stage.streamed for stage in stages.values() if stage.streamed is not None), None
-        )
-        self._layers = {} if self._streamed is None else self._streamed.layers
-        self._in_files: dict[str, str] = {}  # fingerprints of streamed weights
+            for name, buffer in stage.named_buffers():
+                if name in saved:
+                    self.frozen[f"stage {number} {name}"] = buffer
+
+        self._layers = {}
+        self._in_files = {}  # fingerprints of streamed weights
+        self._streamed = streamed_of(stages.values())
+        if self._streamed is not None:
+            self._layers = self._streamed.layers
         for layer in self._layers.values():
             self._in_files |= zip(layer.names, layer.loaded, strict=True)
+
+        self.before = {}
+        self._note_start()
+
+    def _note_start(self) -> None:
+        """Check each tensor's values, and remember its fingerprint and version."""
         is_exact = self._streamed is not None and self._streamed.source.is_exact
-        self.before: dict[str, str] = {}
         for name, tensor, digest in self._tensors():
             self._refuse_non_finite(name, tensor)
             if is_exact and digest != self._in_files.get(name, digest):
                 raise self._error(
                     f"{name} is fetched with other values than its file has here. "
-                    "The model's files must be equal "
-                    "on every machine"
+                    "The model's files must be equal on every machine"
                 )
             self.before[name] = digest
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor, str]]:
         """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the
         layer is whole.
         """
-        for name, tensor in {**self.frozen, **self.masters}.items():
+        for name, tensor in (*self.frozen.items(), *self.masters.items()):
             if name not in self._in_files:
                 yield name, tensor, fingerprint(tensor)
         for number in self._layers:
             with self._streamed.whole(number) as layer:
-                yield from zip(
-                    layer.names,
-                    layer.parameters,
-                    self._streamed.source.fingerprints(layer),
-                    strict=True,
-                )
+                digests = self._streamed.source.fingerprints(layer)
+                yield from zip(layer.names, layer.parameters, digests, strict=True)
 
     def _error(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_plan(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
-        trainable = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
-        if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
-            raise self._error("a trainable parameter has no global name")
+    def _check_plan(
+        self,
+        stages: Mapping[int, Stage],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        named = set(map(id, self.stored.values()))
+        for stage in stages.values():
+            for parameter in stage.parameters():
+                if parameter.requires_grad and id(parameter) not in named:
+                    raise self._error("a trainable parameter has no global name")
+
         # no plan has an adapter that does not train
         names = {*self.stored, *filter(is_adapter, self.frozen)}
-        if odd := sorted(names.symmetric_difference(self.plan.trainable_names)):
-            unplanned = f"holds {odd[0]}, which the plan does not train"
-            raise self._error(
-                unplanned if odd[0] in names else f"does not train {odd[0]}, which the plan trains"
-            )
+        for odd in sorted(names.symmetric_difference(self.plan.trainable_names)):
+            if odd in names:
+                raise self._error(f"holds {odd}, which the plan does not train")
+            raise self._error(f"does not train {odd}, which the plan trains")
+
         if self.optimizer != self.plan.optimizer:
             raise self._error(
                 f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}"
             )
-        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if self.masters.keys() != self.stored.keys() or optimized != {
-            id(p) for p in self.masters.values()
-        }:
+        optimized = set()
+        for group in optimizer.param_groups:
+            optimized.update(map(id, group["params"]))
+        is_complete = optimized == set(map(id, self.masters.values()))
+        if self.masters.keys() != self.stored.keys() or not is_complete:
             raise self._error(
                 f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}"
             )
 
-    def _refuse_non_finite(self, name: str, tensor: torch.Tensor) -> None:
+    def _refuse_non_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
-            source = (
-                "model.projector.init_from"
-                if name.startswith("projector.")
-                else "the model's folder"
-            )
+            source = "the model's folder"
+            if name.startswith("projector."):
+                source = "model.projector.init_from"
             raise UserError(
-                f"rank {self.plan.rank} read NaN or infinity as {name}. "
-                f"Its file in {source} is damaged on that "
-                "rank's machine. Download it again"
+                f"rank {self.plan.rank} read NaN or infinity as {name}. Its file in {source} "
+                "is damaged on that rank's machine. Download it again"
             )
 
     def start(self) -> dict[str, Any]:
         """Return what this rank begins with, for `check_replicas`, `model_fingerprint` and
         checkpoints.
         """
-        parameters = [
-            name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)
-        ]
+        parameters = {}
+        for name, tensor in self.frozen.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                parameters[name] = self.before[name]
         return {
             "rank": self.plan.rank,
             "tensors": self.before,
-            "frozen_parameters": {name: self.before[name] for name in parameters},
-            "files": {name: self._in_files.get(name, self.before[name]) for name in parameters}
-            | self._buffers,
+            "frozen_parameters": parameters,
+            "files": {**parameters, **self._in_files, **self._buffers},
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -197,65 +204,77 @@ class RankAudit:
         "failures".
         """
         after = {name: digest for name, _, digest in self._tensors()}
-        moved = {name: after[name] != self.before[name] for name in after}
-        failures = [f"frozen tensor {name} changed" for name in self.frozen if moved[name]]
+        changed = {name for name, digest in after.items() if digest != self.before[name]}
+        failures = [f"frozen tensor {name} changed" for name in self.frozen if name in changed]
+        trainable = []
         for name, master in self.masters.items():
-            if name in saw_gradient and not moved[name] and not self._is_swallowed(master):
+            had_gradient = name in saw_gradient
+            moved = name in changed
+            if had_gradient and not moved and not self._is_swallowed(master):
                 failures.append(f"trainable tensor {name} had a gradient but did not move")
             if not bool(master.isfinite().all()):
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than those trained")
-        streamed = self._streamed
-        if streamed is not None and streamed.fetch_count != streamed.planned_fetches:
-            failures.append(
-                f"{streamed.fetch_count} layers were fetched, but "
-                f"{streamed.planned_fetches} were planned"
+            trainable.append(
+                {
+                    "name": name,
+                    "shape": list(master.shape),
+                    "had_gradient": had_gradient,
+                    "moved": moved,
+                    "fingerprint": after[name],
+                }
             )
+
+        streamed_from = None
+        fetches = 0
+        if self._streamed is not None:
+            streamed_from = self._streamed.source.name
+            fetches = self._streamed.fetch_count
+            planned = self._streamed.planned_fetches
+            if fetches != planned:
+                failures.append(f"{fetches} layers were fetched, but {planned} were planned")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
             "data": self.plan.data,
             "optimizer": self.optimizer,
             "reason": self.plan.reason,
-            "trainable": [
-                {
-                    "name": name,
-                    "shape": list(p.shape),
-                    "had_gradient": name in saw_gradient,
-                    "moved": moved[name],
-                    "fingerprint": after[name],
-                }
-                for name, p in self.masters.items()
-            ],
+            "trainable": trainable,
             "trainable_parameters": sum(p.numel() for p in self.masters.values()),
             "frozen": {
                 "tensors": len(self.frozen),
-                "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
+                "bytes": sum(p.nbytes for p in self.frozen.values()),
                 "fingerprint_before": _combined(self.before, self.frozen),
                 "fingerprint_after": _combined(after, self.frozen),
-                "streamed_from": None if streamed is None else streamed.source.name,
+                "streamed_from": streamed_from,
                 "streamed_layers": len(self._layers),
-                "fetches": 0 if streamed is None else streamed.fetch_count,
+                "fetches": fetches,
             },
             "failures": failures,
         }
 
-    def _is_swallowed(self, master: torch.Tensor) -> bool:
+    def _is_swallowed(self, master: Tensor) -> bool:
         """Whether AdamW's eps leaves next to nothing of this weight's updates, as of a key's bias.
 
         Softmax does not depend on that bias, so its gradient is mere rounding.
         """
         state = self._optimizer.state.get(master)
-        return (
-            bool(state)
-            and 0 < state["exp_avg_sq"].max().sqrt() < SWALLOWED * self._optimizer.defaults["eps"]
-        )
+        if not state:
+            return False
+        limit = SWALLOWED * self._optimizer.defaults["eps"]
+        return 0 < state["exp_avg_sq"].max().sqrt() < limit
 
 
-def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
-    lines = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(names))
-    return hashlib.sha256(lines.encode()).hexdigest()
+def _combined(
+    fingerprints: Mapping[str, str],
+    names: Collection[str],
+) -> str:
+    return _digest(f"{name} {fingerprints[name]}" for name in sorted(names))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
@@ -264,21 +283,24 @@ def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
     `ranks`: the "frozen_parameters" of each rank's `RankAudit.start()`. A tied matrix that two
     ranks hold counts once.
     """
-    parameters = {digest for by_name in ranks for digest in by_name.values()}
-    return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
+    parameters = set()
+    for by_name in ranks:
+        parameters.update(by_name.values())
+    return _digest(sorted(parameters))
 
 
-def settings_fingerprint(config: RunConfig) -> str:
+def settings_fingerprint(model: ModelSection) -> str:
     """Return a fingerprint of the frozen models' config.json files and of the encoder's pixel
     statistics.
     """
-    llm = llm_config(model_folder(config.model.llm.path))
-    settings: list[Any] = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
-    if config.model.vision is not None:
-        name = config.model.vision.name
-        vision = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
+    llm = llm_config(model_folder(model.llm.path))
+    settings = [{key: value for key, value in llm.items() if key not in IGNORED_KEYS}]
+    if model.vision is not None:
+        vision = name = model.vision.name
+        if not is_timm_name(name):
+            vision = model_config(model_folder(name))
         settings += [vision, asdict(image_transform(name))]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return _digest([json.dumps(settings, sort_keys=True)])
 
 
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
@@ -295,38 +317,45 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
             if digest != first["tensors"][name]:
                 raise AuditError(
                     f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded "
-                    "different values. The "
-                    "model's files must be equal on every machine"
+                    "different values. The model's files must be equal on every machine"
                 )
 
 
-def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
+def write_audit(
+    path: Path,
+    plan: Plan,
+    records: Sequence[dict[str, Any]],
+    *,
+    learns: bool,
+) -> str:
     """Compare replicas and write `audit.json` with every rank's record; return the result in one
     sentence.
 
     Raises AuditError if anything failed. A run that `learns`, with a learning rate above 0, must
     have had a gradient.
     """
-    failures = [
-        f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]
-    ]
+    failures = []
     for record in records:
-        twin = next(r for r in records if r["pipeline"] == record["pipeline"])
+        failures += [f"rank {record['rank']}: {failure}" for failure in record["failures"]]
+
+    tensors = []
+    twins = {}  # the first record of each pipeline rank
+    for record in records:
+        twin = twins.setdefault(record["pipeline"], record)
         if record["trainable"] != twin["trainable"]:
             failures.append(
                 f"ranks {twin['rank']} and {record['rank']} have different values for "
                 "shared parameters"
             )
-    tensors = [
-        tensor for record in records if record["data"] == 0 for tensor in record["trainable"]
-    ]
+        if record["data"] == 0:
+            tensors += record["trainable"]
     unmoved = [tensor["name"] for tensor in tensors if not tensor["moved"]]
     if learns and not any(tensor["had_gradient"] for tensor in tensors):
         failures.append(
             f"nothing trained: no gradient ever reached {', '.join(plan.trainable)}. "
-            "Do the data have images "
-            "and answers?"
+            "Do the data have images and answers?"
         )
+
     moved = f"{len(tensors) - len(unmoved)} of {len(tensors)} trainable tensors moved"
     result = f"{moved}, frozen weights unchanged on all ranks"
     if unmoved:
@@ -338,8 +367,10 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
         "data": plan.data,
         "passed": not failures,
         "failures": failures,
+        "result": result,
+        "ranks": records,
     }
-    write_whole(path, json.dumps({**content, "result": result, "ranks": records}, indent=2) + "\n")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
     return result

@@ -1,5 +1,4 @@
-"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in
-words.
+"""Report a step with a loss or gradient that is NaN or infinite, as a record and in words.
 
 Losses of micro-batches are known where the head is, keys of samples where data are read, gradients
 where something trains. Each rank reports its part; the reports of all ranks make one record, a line
@@ -26,7 +25,7 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UnrecordedError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape, first_few
-from mmtrain.engine.statistics import Statistics
+from mmtrain.engine.statistics import Slot, Statistics
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in a message: the record has all
 
@@ -35,42 +34,57 @@ def report_bad_step(
     step: int,
     sums: Statistics,
     trainable: Mapping[str, torch.nn.Parameter],
-    losses: Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
-    keys: Mapping[tuple[int, int], tuple[str, ...]],
+    losses: Mapping[Slot, tuple[torch.Tensor, torch.Tensor]],
+    keys: Mapping[Slot, tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words.
+    """Join the reports of all ranks; return them in words. Rank 0 appends the record to `file`.
     Collective.
 
     `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised
     tokens) and `keys` the samples by replica and micro-batch. Raises UnrecordedError, with the
     words, where `file` cannot be written.
     """
+    # what this rank knows, then what all know
     bad_names = [name for name, p in trainable.items() if not bool(p.grad.isfinite().all())]
-    numbers = {
-        place: (float(loss), int(supervised)) for place, (loss, supervised) in losses.items()
-    }
-    is_bad = bool(bad_names) or not all(math.isfinite(loss) for loss, _ in numbers.values())
-    ranks = all_gather_object((is_bad, bad_names, numbers, keys))
-    all_losses = {place: loss for _, _, of_rank, _ in ranks for place, loss in of_rank.items()}
-    all_keys = {place: names for *_, of_rank in ranks for place, names in of_rank.items()}
+    is_bad = bool(bad_names)
+    numbers = {}
+    for slot, (loss, supervised) in losses.items():
+        loss_sum = float(loss)
+        numbers[slot] = (loss_sum, int(supervised))
+        is_bad = is_bad or not math.isfinite(loss_sum)
+
+    bad_ranks = []
+    parameters = {}
+    all_losses = {}
+    all_keys = {}
+    for rank, part in enumerate(all_gather_object((is_bad, bad_names, numbers, keys))):
+        rank_is_bad, names, losses_of_rank, keys_of_rank = part
+        if rank_is_bad:
+            bad_ranks.append(rank)
+        parameters |= dict.fromkeys(names)
+        all_losses |= losses_of_rank
+        all_keys |= keys_of_rank
+
+    microbatches = []
+    for slot, (loss, supervised) in sorted(all_losses.items()):
+        microbatch = {
+            "replica": slot[0],
+            "microbatch": slot[1],
+            "loss": loss / supervised if supervised else None,
+            "supervised_tokens": supervised,
+            "keys": list(all_keys[slot]),
+        }
+        microbatches.append(microbatch)
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,
         "squared_gradient_norm": sums.squared_norm,
-        "ranks": [rank for rank, (is_bad, *_) in enumerate(ranks) if is_bad],
-        "parameters": list(dict.fromkeys(name for _, names, *_ in ranks for name in names)),
-        "microbatches": [
-            {
-                "replica": replica,
-                "microbatch": k,
-                "loss": loss / supervised if supervised else None,
-                "supervised_tokens": supervised,
-                "keys": list(all_keys[replica, k]),
-            }
-            for (replica, k), (loss, supervised) in sorted(all_losses.items())
-        ],
+        "ranks": bad_ranks,
+        "parameters": list(parameters),
+        "microbatches": microbatches,
     }
+
     text = in_words(record)
     if file is None:
         return text
@@ -87,21 +101,18 @@ def in_words(record: Mapping[str, Any]) -> str:
     are escaped.
     """
     ranks = ", ".join(map(str, record["ranks"]))
-    bad = [
-        f"{m['microbatch']} of replica {m['replica']} (samples "
-        f"{first_few([*map(escape, m['keys'])], SHOWN)})"
-        for m in record["microbatches"]
-        if not math.isfinite(m["loss"] or 0.0)
-    ]
+    bad = []
+    for m in record["microbatches"]:
+        if not math.isfinite(m["loss"] or 0.0):
+            samples = first_few([*map(escape, m["keys"])], SHOWN)
+            bad.append(f"{m['microbatch']} of replica {m['replica']} (samples {samples})")
     where = f"The loss is not finite in micro-batch {first_few(bad, SHOWN)}."
     if not bad:
         parameters = first_few(record["parameters"], SHOWN)
         where = f"The loss of each micro-batch is finite, but the gradient of {parameters} is not."
     look = "Lower optimizer.lr, or look" if record["step"] else "Look"
     return (
-        f"step {record['step']}: the loss sum is {record['loss_sum']} and the "
-        "squared gradient norm "
-        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}. "
-        "No update was made. "
-        f"{where} {look} for damaged images or text in this step's data"
+        f"step {record['step']}: the loss sum is {record['loss_sum']} and the squared gradient "
+        f"norm {record['squared_gradient_norm']}, with values that are not finite on rank {ranks}. "
+        f"No update was made. {where} {look} for damaged images or text in this step's data"
     )

@@ -22,7 +22,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
 
@@ -39,7 +38,10 @@ class _Pipeline(PipelineEngine):
 
 
 def deepspeed_engine(
-    config: RunConfig, plan: Plan, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer
+    packs_per_microbatch: int,
+    plan: Plan,
+    stages: Mapping[int, Stage],
+    optimizer: torch.optim.Optimizer,
 ) -> PipelineEngine:
     """Return DeepSpeed's engine around one rank's stages. Collective: call it on every rank."""
     # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on
@@ -49,11 +51,13 @@ def deepspeed_engine(
     # DeepSpeed's partitioner sees one layer a rank and has nothing to decide.
     layer = LayerSpec(nn.ModuleDict, {str(number): stage for number, stage in stages.items()})
     module = PipelineModule(
-        [layer] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+        [layer] * plan.pipeline,
+        num_stages=plan.pipeline,
+        partition_method="uniform",
     )
     module.eval()
     settings = {
-        "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
+        "train_micro_batch_size_per_gpu": packs_per_microbatch,
         "gradient_accumulation_steps": plan.microbatches_per_step,
         # the default, 1.0, is an IndexError on a rank without trainable parameters
         "gradient_clipping": 0.0,

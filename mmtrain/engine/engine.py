@@ -13,11 +13,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.base.errors import NonFiniteError
@@ -28,12 +30,12 @@ from mmtrain.engine.channels import ChainLink, Channels, Encoded
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.engine.single_stage import warm_up
-from mmtrain.engine.statistics import RankSums, Statistics, StepResult
+from mmtrain.engine.single_stage import expected_batch, warm_up
+from mmtrain.engine.statistics import COUNTS, RankSums, Slot, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
-from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
-from mmtrain.model.stage import Stage
+from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
 from mmtrain.plan.optimizers import REST, parameter_groups
 from mmtrain.plan.plan import Plan
@@ -60,20 +62,21 @@ class FrozenPipelineEngine:
         bad_steps_file: Path | None = None,
         warms_up: bool | None = None,
     ) -> None:
-        named = [pair for stage in stages.values() for pair in stage.global_parameters()]
-        self.weights = MasterWeights(
-            {name: p for name, p in named if p.requires_grad}, config.optimizer
-        )
+        stored = {}
+        for stage in stages.values():
+            stored |= {name: p for name, p in stage.global_parameters() if p.requires_grad}
+        self.weights = MasterWeights(stored, config.optimizer)
         self.trainable = self.weights.by_name
         """fp32 master weights of what trains on this rank, by global name."""
         self.optimizer = self.weights.optimizer
-        self._deepspeed = deepspeed_engine(config, plan, stages, self.optimizer)
+        packs = config.train.packs_per_microbatch
+        self._deepspeed = deepspeed_engine(packs, plan, stages, self.optimizer)
         self.device: torch.device = self._deepspeed.device
-        self.stage_id: int = self._deepspeed.stage_id
-        self.global_rank: int = self._deepspeed.global_rank
+        self.stage_id = self._deepspeed.stage_id
+        self.global_rank = self._deepspeed.global_rank
         self._replica = plan.ranks[self.global_rank].data
         self._groups = parameter_groups(config.optimizer, self.trainable)
-        self.run_config = config
+        self._config = config
         self.plan = plan
         self.stages = dict(stages)
         self.on_instruction = on_instruction
@@ -90,73 +93,86 @@ class FrozenPipelineEngine:
         """Trainable parameters that had a non-zero gradient in an applied step: these must have
         moved.
         """
-        self.predicted: dict[int, torch.Tensor] = {}
+        self.predicted: dict[int, Tensor] = {}
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
         latest `evaluate`.
         """
 
-        timeout_seconds = config.parallel.timeout_seconds
-        self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
         self._bad_steps_file = bad_steps_file
         self._wants_stop = False
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
-        warms_up = self.device.type == "cuda" if warms_up is None else warms_up
-        if warms_up:
-            warm_up(config, self.stages, self.weights, plan.first_trainable_stage, self.device)
-        self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
-        self._channels = Channels(plan, self.global_rank, self.device, timeout_seconds)
-        self.clock = StepClock(self.device, self._held_bytes())
+        models = models_of(config)
+        self._integer_rows = 5 if models.has_grid_positions else 2
         first = self.stages[self.stage_id]
+        self._dtype = first.dtype
+        self._shape = (packs, config.data.pack_length, first.language.hidden_size)
+
+        timeout_seconds = config.parallel.timeout_seconds
+        self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
+        if warms_up is None:
+            warms_up = self.device.type == "cuda"
+        if warms_up:
+            batch = expected_batch(config, models)
+            warm_up(
+                batch,
+                self.stages,
+                self.weights,
+                plan.first_trainable_stage,
+                self.device,
+            )
+        self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
+        self._connect(first, timeout_seconds)
+        self._begin(None, trains=True)
+
+    def _connect(self, first: Stage, timeout_seconds: int) -> None:
+        """Open the channels and start the clock, which streamed layers tell of their waits."""
+        rank = self.global_rank
+        self._channels = Channels(self.plan, rank, self.device, timeout_seconds)
+        self.clock = StepClock(self.device, self._held_bytes())
         self._link = ChainLink(
-            plan, self.global_rank, first, self._channels, self.clock.waited, timeout_seconds
+            self.plan,
+            rank,
+            first,
+            self._channels,
+            self.clock.waited,
+            timeout_seconds,
         )
         # Instructions that need nothing of the engine; the others are its methods.
         self._encode = self._link.encode
-        self._send_features, self._receive_features = self._link.send, self._link.receive
-        self._streamed = next(
-            (stage.streamed for stage in self.stages.values() if stage.streamed is not None), None
-        )
+        self._send_features = self._link.send
+        self._receive_features = self._link.receive
+
+        self._streamed = streamed_of(self.stages.values())
         if self._streamed is not None:
-            self._streamed.before_wait, self._streamed.after_wait = (
-                self.clock.done,
-                self.clock.fetched,
-            )
-        self._shape = (
-            config.train.packs_per_microbatch,
-            config.data.pack_length,
-            first.language.hidden_size,
-        )
-        self._integer_rows = 5 if has_grid_positions(config) else 2
-        self._dtype = first.dtype
-        self._begin(None, trains=True)
+            self._streamed.before_wait = self.clock.done
+            self._streamed.after_wait = self.clock.fetched
 
     @property
     def learns(self) -> bool:
-        names = [name for rank in self.plan.ranks for name in rank.trainable_names]
-        return any(
-            group.lr > 0 and group.parameters
-            for group in parameter_groups(self.run_config.optimizer, names)
-        )
+        """Whether anything in the run trains with a learning rate above 0."""
+        names = itertools.chain.from_iterable(rank.trainable_names for rank in self.plan.ranks)
+        groups = parameter_groups(self._config.optimizer, names)
+        return any(group.parameters for group in groups if group.lr > 0)
 
     def _held_bytes(self) -> int:
-        """Return the bytes of this rank's weights and of its optimizer, each tensor counted
-        once.
-        """
-        tensors = [
-            t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers())
-        ]
-        tensors += [*self.trainable.values(), *self.weights.optimizer_state().values()]
-        return sum(
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-        )
+        """Return the bytes of this rank's weights and optimizer, each tensor counted once."""
+        tensors = [*self.trainable.values(), *self.weights.optimizer_state().values()]
+        for stage in self.stages.values():
+            tensors += stage.parameters()
+            tensors += stage.buffers()
+        storages = map(Tensor.untyped_storage, tensors)
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
     def request_stop(self) -> None:
         """Let the next `train_step` or `evaluate` set `requested_stop` on every rank."""
         self._wants_stop = True
 
     def train_step(
-        self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        wants_save: bool = False,
     ) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads
         them from `batches`.
@@ -175,7 +191,11 @@ class FrozenPipelineEngine:
         self.step_index += 1
         return self._result
 
-    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
+    def evaluate(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        microbatches: int,
+    ) -> Statistics:
         """Forward `microbatches` micro-batches on each replica and return the sums over all; stage
         0 reads `batches`.
 
@@ -183,27 +203,42 @@ class FrozenPipelineEngine:
         ahead, so that the hidden states of all micro-batches may wait at once.
         """
         self._begin(batches, trains=False)
-        shape = self.plan.pipeline, microbatches, self.plan.stages_per_rank
-        chain = ranks_of(self.plan.chain), self.plan.evaluation_lead
-        self._run_schedule(forward_schedule(*shape, *chain), microbatches)
+        plan = self.plan
+        schedule = forward_schedule(
+            plan.pipeline,
+            microbatches,
+            plan.stages_per_rank,
+            ranks_of(plan.chain),
+            plan.evaluation_lead,
+        )
+        self._run_schedule(schedule, microbatches)
         return self._statistics
 
-    def _begin(self, batches: Iterator[PackedBatch] | None, *, trains: bool) -> None:
+    def _begin(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        trains: bool,
+    ) -> None:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
-        self._input: dict[tuple[int, int], torch.Tensor] = {}
-        self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
-        self._integers: dict[tuple[int, int], torch.Tensor] = {}
+        self._input: dict[Slot, Tensor] = {}
+        self._output: dict[Slot, Tensor | GradientEdge] = {}
+        self._integers: dict[Slot, Tensor] = {}
         self._sums = RankSums(self.device)
         # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
         # keys of the samples.
-        self._losses: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._losses: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[Slot, tuple[str, ...]] = {}
         self.predicted = {}
         self.clock.begin()
 
-    def _run_schedule(self, schedule: Schedule, microbatches: int) -> None:
+    def _run_schedule(
+        self,
+        schedule: Schedule,
+        microbatches: int,
+    ) -> None:
         """Run lists that use `microbatches`; a prelude uses none."""
         # the first one: something may still wait for the whole device
         if not self._posts_ahead[self.is_training]:
@@ -211,17 +246,18 @@ class FrozenPipelineEngine:
             self._posts_ahead[self.is_training] = microbatches > 0
         instructions = schedule[self.stage_id]
         if self._streamed is not None:
-            streamed = {
-                stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages
-            }
+            stages = self.plan.ranks[self.global_rank].stages
+            streamed = {stage.stage: stage.streamed for stage in stages}
             self._streamed.follow(uses_of(instructions, streamed, self.plan.first_trainable_layer))
         self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self.is_training)
+
         for instruction in instructions:
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
             self.clock.start(instruction)
             getattr(self, f"_{instruction.op}")(instruction)
             self.clock.done()
+
         if self._streamed is not None:
             self._streamed.end()
         self.clock.start(None)
@@ -229,7 +265,7 @@ class FrozenPipelineEngine:
         self._channels.wait_for_sends()
         self.clock.waited()
 
-    def _take(self, op: Op, x: Instruction) -> list[torch.Tensor]:
+    def _take(self, op: Op, x: Instruction) -> list[Tensor]:
         tensors = self._channels.take(Instruction(op, x.stage, x.microbatch))
         self.clock.waited()
         return tensors
@@ -238,24 +274,29 @@ class FrozenPipelineEngine:
 
     def _load(self, x: Instruction) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
-        if self.is_training and x.microbatch >= self.plan.microbatches_per_step:
-            step = self.step_index + x.microbatch // self.plan.microbatches_per_step
-            last = self.run_config.train.max_steps
-            batch = None if last is not None and step >= last else next(self._batches, None)
+        steps_ahead = x.microbatch // self.plan.microbatches_per_step
+        if self.is_training and steps_ahead:
+            batch = None
+            last = self._config.train.max_steps
+            if last is None or self.step_index + steps_ahead < last:
+                batch = next(self._batches, None)
         else:
             batch = next(self._batches)
-        self._link.load(x.microbatch, None if batch is None else to_device(batch, self.device))
+        if batch is not None:
+            batch = to_device(batch, self.device)
+        self._link.load(x.microbatch, batch)
 
     def _take_input(self, microbatch: int) -> Encoded:
         """Return what was read and encoded for a micro-batch of this step, and count it as used."""
         taken = self._link.take(microbatch)
         batch = taken.batch
-        counts = {
-            "tokens": batch.tokens,
-            "samples": batch.samples,
-            "quarantined": len(batch.faults),
-        }
-        self._sums.add(**counts, images=len(batch.tilings), tiles=taken.tiles)
+        self._sums.add(
+            tokens=batch.tokens,
+            samples=batch.samples,
+            quarantined=len(batch.faults),
+            images=len(batch.tilings),
+            tiles=taken.tiles,
+        )
         # the last replica's share ends with the step's last pack
         if self._replica == self.plan.data - 1:
             self._sums["epoch"].fill_(batch.epochs[-1])
@@ -264,14 +305,21 @@ class FrozenPipelineEngine:
 
     def _receive_activation(self, x: Instruction) -> None:
         integers = torch.empty((self._integer_rows, *self._shape[:2]), dtype=torch.int64)
-        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        hidden = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [integers, hidden])
 
     def _forward(self, x: Instruction) -> None:
-        stage, microbatch = key = x.stage, x.microbatch
+        stage = x.stage
+        microbatch = x.microbatch
+        key = stage, microbatch
         module = self.stages[stage]
         first = self.plan.first_trainable_stage
         trains = self.is_training and stage >= first
+
         with torch.set_grad_enabled(trains):
             if stage == 0:
                 batch, features, _ = self._take_input(microbatch)
@@ -282,7 +330,9 @@ class FrozenPipelineEngine:
             else:
                 integers, hidden = self._take(Op.RECEIVE_ACTIVATION, x)
                 hidden.requires_grad_(trains and stage > first)
-            position_ids, labels = integers[:-1].squeeze(0), integers[-1]
+            position_ids = integers[:-1].squeeze(0)
+            labels = integers[-1]
+
             if stage < self._last_stage:
                 output = module(hidden, position_ids)
                 self._integers[key] = integers
@@ -293,9 +343,15 @@ class FrozenPipelineEngine:
             else:
                 loss_sum, predicted = module.predict(hidden, position_ids, labels)
                 correct, answers, exact = count_answers(labels, predicted)
-                self._sums.add(loss_sum=loss_sum, supervised_tokens=len(predicted))
-                self._sums.add(correct_tokens=correct, answers=answers, exact_answers=exact)
+                self._sums.add(
+                    loss_sum=loss_sum,
+                    supervised_tokens=len(predicted),
+                    correct_tokens=correct,
+                    answers=answers,
+                    exact_answers=exact,
+                )
                 self.predicted[microbatch] = predicted
+
         if trains and stage > first:
             self._input[key] = hidden
         if trains or stage < self._last_stage:
@@ -310,12 +366,18 @@ class FrozenPipelineEngine:
             self._output[key] = get_gradient_edge(hidden)
 
     def _receive_gradient(self, x: Instruction) -> None:
-        gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        gradient = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [gradient])
 
     def _backward(self, x: Instruction) -> None:
         output = self._output.pop((x.stage, x.microbatch))
-        upstream = None if x.stage == self._last_stage else self._take(Op.RECEIVE_GRADIENT, x)[0]
+        upstream = None
+        if x.stage < self._last_stage:
+            (upstream,) = self._take(Op.RECEIVE_GRADIENT, x)
         torch.autograd.backward(output, upstream)
 
     def _send_gradient(self, x: Instruction) -> None:
@@ -330,24 +392,29 @@ class FrozenPipelineEngine:
         sums = self._sums
         if self.is_training:
             sums.add(squared_norm=self.weights.squared_norm(self.plan.data, self.device))
-        sums.add(
-            bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"]))
-        )
-        sums.add(stop=self._wants_stop)
+        is_finite = torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])
+        sums.add(bad_ranks=~is_finite, stop=self._wants_stop)
         self._statistics, readings = sums.reduce(self.clock.read())
         self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
         self.requested_save = self._statistics.save > 0
 
     def _optimizer_step(self, x: Instruction) -> None:
-        config, sums = self.run_config, self._statistics
-        rates = {
-            group.name: learning_rate(
-                self.step_index, config.train.max_steps, config.optimizer, group.lr
+        config = self._config
+        sums = self._statistics
+        rates = {}
+        for group in self._groups:
+            rates[group.name] = learning_rate(
+                self.step_index,
+                config.train.max_steps,
+                config.optimizer,
+                group.lr,
             )
-            for group in self._groups
-        }
         norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
+        loss = None
+        if sums.supervised_tokens:
+            loss = sums.loss_sum / sums.supervised_tokens
+
         no_update = None
         if sums.bad_ranks:
             self._report_bad_step()
@@ -355,45 +422,47 @@ class FrozenPipelineEngine:
         elif sums.supervised_tokens == 0:
             no_update = "no supervised token in the step"
         else:
-            scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised_tokens
-            for parameter in self.trainable.values():
-                parameter.grad.mul_(scale)
-            moves = (
-                name for group in self._groups if rates[group.name] > 0 for name in group.parameters
-            )
-            unseen = [name for name in moves if name not in self.saw_gradient]
-            if unseen:
-                have_gradient = torch.stack(
-                    [self.trainable[name].grad.any() for name in unseen]
-                ).tolist()
-                self.saw_gradient |= {
-                    name for name, has in zip(unseen, have_gradient, strict=True) if has
-                }
-            for group in self.optimizer.param_groups:
-                group["lr"] = rates[group["name"]]
-            self._deepspeed._take_model_step(None)
-            self.weights.write_back()
+            scale = clip_coefficient(norm, config.optimizer.clip_norm)
+            self._update(rates, scale / sums.supervised_tokens)
         self.weights.zero_grad()
+
+        lr = rates.pop(REST)
         self._result = StepResult(
             step=self.step_index,
-            epoch=int(sums.epoch),
-            loss=sums.loss_sum / sums.supervised_tokens if sums.supervised_tokens else None,
+            loss=loss,
             grad_norm=norm,
-            lr=rates[REST],
-            lr_groups={name: rate for name, rate in rates.items() if name != REST},
-            samples=int(sums.samples),
-            images=int(sums.images),
-            tiles=int(sums.tiles),
-            tokens=int(sums.tokens),
-            supervised_tokens=int(sums.supervised_tokens),
-            quarantined=int(sums.quarantined),
+            lr=lr,
+            lr_groups=rates,
+            **{name: int(getattr(sums, name)) for name in COUNTS},
             no_update=no_update,
             ranks=self._rank_seconds,
         )
 
+    def _update(
+        self,
+        rates: Mapping[str, float],
+        scale: float,
+    ) -> None:
+        """Scale the gradients, note which are not zero, and step with each group's rate."""
+        for parameter in self.trainable.values():
+            parameter.grad.mul_(scale)
+
+        unseen = []
+        for group in self._groups:
+            if rates[group.name] > 0:
+                unseen += [name for name in group.parameters if name not in self.saw_gradient]
+        if unseen:
+            have_gradient = torch.stack([self.trainable[name].grad.any() for name in unseen])
+            self.saw_gradient.update(itertools.compress(unseen, have_gradient.tolist()))
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
+        self._deepspeed._take_model_step(None)
+        self.weights.write_back()
+
     def _report_bad_step(self) -> None:
         """Count and record the step; raises NonFiniteError when the run has had too many."""
-        allowed = self.run_config.train.max_bad_steps
+        allowed = self._config.train.max_bad_steps
         self.bad_steps += 1
         message = report_bad_step(
             self.step_index,

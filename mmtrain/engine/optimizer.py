@@ -1,4 +1,4 @@
-"""What trains on a rank with its optimizer, and the functions that decide an update.
+"""Weights that train on a rank with their optimizer, and the functions that decide an update.
 
 Learning rate and clipping are functions of the step and the global gradient norm, so that a rank
 which trains nothing and a rank which trains everything take the same decisions without asking each
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
@@ -33,28 +34,30 @@ class NoOpOptimizer(torch.optim.SGD):
 
 
 class MasterWeights:
-    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them,
-    checkpoints hold them.
+    """fp32 masters of the trained weights, `by_name`, with their `optimizer`. They collect
+    gradients and go into checkpoints.
 
     bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added
     to its master's in fp32, and after an update a parameter stored in bf16 becomes its master,
     rounded. One in fp32 is its own master.
     """
 
-    def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:
-        self.by_name = {
-            name: p
-            if p.dtype == torch.float32
-            else torch.nn.Parameter(p.detach().to(torch.float32))
-            for name, p in stored.items()
-        }
-        self._pairs = [
-            (p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]
-        ]
-        for parameter, master in self._pairs:
-            parameter.register_post_accumulate_grad_hook(
-                functools.partial(_hand_over_gradient, master)
-            )
+    def __init__(
+        self,
+        stored: Mapping[str, nn.Parameter],
+        config: OptimizerSection,
+    ) -> None:
+        self.by_name: dict[str, nn.Parameter] = {}
+        self._pairs = []
+        for name, parameter in stored.items():
+            master = parameter
+            if parameter.dtype != torch.float32:
+                master = nn.Parameter(parameter.detach().to(torch.float32))
+                hand_over = functools.partial(_hand_over_gradient, master)
+                parameter.register_post_accumulate_grad_hook(hand_over)
+                self._pairs.append((parameter, master))
+            self.by_name[name] = master
+        self.config = config
         self.optimizer = make_optimizer(self.by_name, config)
         self._kind = optimizer_of(config)
 
@@ -68,7 +71,11 @@ class MasterWeights:
             if replicas is not None:
                 dist.all_reduce(master.grad, group=replicas)
 
-    def squared_norm(self, replicas: int, device: torch.device) -> torch.Tensor:
+    def squared_norm(
+        self,
+        replicas: int,
+        device: torch.device,
+    ) -> Tensor:
         """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the
         same gradient.
         """
@@ -86,80 +93,94 @@ class MasterWeights:
         for master in self.by_name.values():
             master.grad = None
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's own state tensors of each weight by `NAME/PART`, fp32; none before
         an update.
         """
-        parts, state = (*self._kind.moments, *self._kind.counters), self.optimizer.state
-        updated = {name: state[master] for name, master in self.by_name.items() if master in state}
-        return {
-            f"{name}/{part}": tensors[part] for name, tensors in updated.items() for part in parts
-        }
+        tensors = {}
+        for name, master in self.by_name.items():
+            if master in self.optimizer.state:
+                for part in (*self._kind.moments, *self._kind.counters):
+                    tensors[f"{name}/{part}"] = self.optimizer.state[master][part]
+        return tensors
 
-    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    def load(
+        self,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> None:
         """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no
         update yet).
 
         Raises ValueError, before any change, for other names or shapes than those that train here.
         """
         kind = self._kind
-        expected = {name: master.shape for name, master in self.by_name.items()}
-        if state:
-            for name, master in self.by_name.items():
-                expected |= {f"{name}/{part}": master.shape for part in kind.moments}
-                expected |= {f"{name}/{part}": torch.Size() for part in kind.counters}
-        loaded = {name: tensor.shape for name, tensor in (*weights.items(), *state.items())}
-        if odd := sorted(
-            name
-            for name in expected.keys() | loaded.keys()
-            if expected.get(name) != loaded.get(name)
-        ):
+        expected = set()
+        for name, master in self.by_name.items():
+            expected.add((name, master.shape))
+            if state:
+                expected |= {(f"{name}/{part}", master.shape) for part in kind.moments}
+                expected |= {(f"{name}/{part}", torch.Size()) for part in kind.counters}
+        loaded = {(name, tensor.shape) for name, tensor in (*weights.items(), *state.items())}
+        odd = sorted({name for name, _ in expected ^ loaded})
+        if odd:
             raise ValueError(
                 f"loaded tensors do not fit what trains on this rank: {first_few(odd, NAMES_SHOWN)}"
             )
+
         self.optimizer.state.clear()
         with torch.no_grad():
             for name, master in self.by_name.items():
                 master.copy_(weights[name])
                 if state:
-                    devices = dict.fromkeys(kind.moments, master.device) | dict.fromkeys(
-                        kind.counters, "cpu"
-                    )
-                    self.optimizer.state[master] = {
-                        part: state[f"{name}/{part}"].to(device, copy=True)
-                        for part, device in devices.items()
-                    }
+                    devices = dict.fromkeys(kind.moments, master.device)
+                    devices |= dict.fromkeys(kind.counters, "cpu")
+                    parts = self.optimizer.state[master] = {}
+                    for part, device in devices.items():
+                        parts[part] = state[f"{name}/{part}"].to(device, copy=True)
         self.write_back()
 
 
-def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> None:
+def _hand_over_gradient(
+    master: nn.Parameter,
+    parameter: Tensor,
+) -> None:
     gradient = parameter.grad.to(torch.float32)
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    if master.grad is None:
+        master.grad = gradient
+    else:
+        master.grad.add_(gradient)
     parameter.grad = None
 
 
 def make_optimizer(
-    trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+    trainable: Mapping[str, nn.Parameter],
+    config: OptimizerSection,
 ) -> torch.optim.Optimizer:
     """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are
     none.
     """
     if not trainable:
         return NoOpOptimizer()
-    groups = [
-        {
-            "params": [trainable[name] for name in group.parameters],
-            "lr": group.lr,
-            "weight_decay": group.weight_decay,
-            "name": group.name,
-        }
-        for group in parameter_groups(config, trainable)
-        if group.parameters
-    ]
+    groups = []
+    for group in parameter_groups(config, trainable):
+        if group.parameters:
+            settings = {
+                "params": [trainable[name] for name in group.parameters],
+                "lr": group.lr,
+                "weight_decay": group.weight_decay,
+                "name": group.name,
+            }
+            groups.append(settings)
     return optimizer_of(config).make(groups, config)
 
 
-def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
+def learning_rate(
+    step: int,
+    max_steps: int,
+    config: OptimizerSection,
+    peak: float,
+) -> float:
     """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to
     `peak`; then `schedule`.
 
@@ -179,9 +200,8 @@ def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: flo
         case "constant":
             share = 1.0
         case "wsd":
-            share = min(
-                1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps))
-            )
+            decay = min(falling, math.ceil(config.decay_fraction * max_steps))
+            share = min(1.0, (max_steps - step) / decay)
     return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * share)
 
 

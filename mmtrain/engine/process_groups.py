@@ -26,13 +26,17 @@ MAX_CTAS = 8
 NEVER = timedelta(days=365)
 
 
-def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+def join_process_group(
+    device: torch.device,
+    timeout_seconds: int,
+) -> None:
     """Join the job described by the launcher's environment, as the default group, on this rank's
     device.
     """
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
 
@@ -44,49 +48,63 @@ def backend_name(device: torch.device) -> str:
 
 
 def own_group(
-    groups: Sequence[Sequence[int]], rank: int, device: torch.device, timeout_seconds: int
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make all `groups`, for tensors on `device`, and return the one with `rank`. Collective, in
     one order.
     """
-    timeout, backend = (
-        timedelta(seconds=timeout_seconds),
-        "nccl" if device.type == "cuda" else "gloo",
-    )
-    made = {tuple(ranks): dist.new_group(ranks, timeout, backend) for ranks in groups}
-    return next(group for ranks, group in made.items() if rank in ranks)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout, backend)
+        if rank in ranks:
+            own = group
+    return own
+
+
+def replica_ranks(plan: Plan, replica: int) -> Sequence[int]:
+    """Return the global ranks of a replica, in the order of the pipeline."""
+    return range(replica, plan.pipeline * plan.data, plan.data)
 
 
 def replica_group(
-    plan: Plan, rank: int, device: torch.device, timeout_seconds: int, size: int | None = None
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
+    size: int | None = None,
 ) -> dist.ProcessGroup | None:
     """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one
     replica. Collective.
     """
-    size = plan.data if size is None else size
+    size = size or plan.data
     if size == 1:
         return None
-    groups = [
-        [
-            other.rank
-            for other in plan.ranks
-            if other.pipeline == place and 0 <= other.data - first < size
-        ]
-        for place in range(plan.pipeline)
-        for first in range(0, plan.data, size)
-    ]
+    # ranks with the same stages have adjacent numbers, and `size` divides the replicas
+    firsts = range(0, plan.pipeline * plan.data, size)
+    groups = [range(first, first + size) for first in firsts]
     return own_group(groups, rank, device, timeout_seconds)
 
 
 def channel_group(
-    ranks: Sequence[int], device: torch.device, timeout_seconds: int
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make the group of two ranks that send each other tensors on `device`. Collective, in one
     order.
     """
     if device.type != "cuda":
-        return dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_seconds))
+        return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER  # torch warns where the group's timeout differs
     options.config.max_ctas = MAX_CTAS
-    return dist.new_group(sorted(ranks), timeout=NEVER, backend="nccl", pg_options=options)
+    return dist.new_group(
+        ranks,
+        timeout=NEVER,
+        backend="nccl",
+        pg_options=options,
+    )

@@ -4,25 +4,30 @@ time it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.facts.models import Models
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
-from mmtrain.plan.costs import Models, typical_tiling, workload
-from mmtrain.plan.planner import models_of
+from mmtrain.plan.costs import typical_tiling, workload
 
 
-def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
+def expected_batch(
+    config: RunConfig,
+    models: Models,
+    seed: int = 0,
+) -> PackedBatch:
     """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any,
     and text; padding.
 
@@ -30,44 +35,72 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     It holds a whole number of images, at least one, all of the size nearest to what the planner
     expects.
     """
-    packs, length = config.train.packs_per_microbatch, config.data.pack_length
-    work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
+    packs = config.train.packs_per_microbatch
+    length = config.data.pack_length
+    tiling = typical_tiling(config.data, models.layout)
     image_tokens = 0 if tiling is None else tiling.positions
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
-    supervised = max(1, round(work.supervised / (packs * per_pack)))
+    documents = packs * per_pack
+    expected = workload(config.train, config.data, models.layout)
+    supervised = max(1, round(expected.supervised / documents))
+
+    # each document: the image, then text, whose last tokens are supervised
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
+    input_ids = torch.randint(
+        0,
+        models.llm.vocab_size,
+        (packs, length),
+        generator=generator,
+    )
     labels = torch.full((packs, length), IGNORE)
-    for document in range(per_pack):
-        begin, end = document * document_tokens, (document + 1) * document_tokens
-        input_ids[:, begin : begin + min(image_tokens, document_tokens)] = IMAGE_POSITION
-        last = end - 1  # predicts nothing
+    for begin in range(0, per_pack * document_tokens, document_tokens):
+        last = begin + document_tokens - 1  # predicts nothing
+        input_ids[:, begin : min(begin + image_tokens, last + 1)] = IMAGE_POSITION
         labels[:, max(begin, last - supervised) : last] = 1
-    positions = torch.arange(document_tokens)[None]
-    if models.layout.has_grid_positions:
-        grids = [] if tiling is None else [(tiling.rows, tiling.columns)]
-        grid = grid_positions(np.arange(document_tokens) < image_tokens, grids)
-        positions = torch.cat([positions, torch.from_numpy(grid)])
-    rest = torch.arange(length - per_pack * document_tokens).expand(len(positions), -1)
-    positions = torch.cat([positions.repeat(1, per_pack), rest], dim=1)[:, None].repeat(1, packs, 1)
-    tilings = () if tiling is None else (tiling,) * (packs * per_pack)
-    tiles, size = None, models.vision.image_size
-    if tilings:
-        shape = tiling.tiles * len(tilings), 3, size, size
-        tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return PackedBatch(
+
+    tilings = ()
+    tiles = None
+    if tiling is not None:
+        tilings = (tiling,) * documents
+        size = models.vision.image_size
+        shape = tiling.tiles * documents, 3, size, size
+        tiles = torch.randint(
+            0,
+            256,
+            shape,
+            dtype=torch.uint8,
+            generator=generator,
+        )
+
+    batch = PackedBatch(
         input_ids,
-        positions[0],
+        _in_pack(torch.arange(document_tokens), per_pack, length).repeat(packs, 1),
         labels,
         tiles,
-        keys=tuple(map(str, range(packs * per_pack))),
+        keys=tuple(map(str, range(documents))),
         tilings=tilings,
-        tokens=packs * per_pack * document_tokens,
+        tokens=documents * document_tokens,
         epochs=(0,) * packs,
         samples_of_packs=(per_pack,) * packs,
-        grid_positions=positions[1:] if len(positions) > 1 else None,
     )
+    if models.layout.has_grid_positions:
+        is_image = np.arange(document_tokens) < image_tokens
+        grid = torch.from_numpy(grid_positions(is_image, batch.grids[:1]))
+        batch.grid_positions = _in_pack(grid, per_pack, length)[:, None].repeat(1, packs, 1)
+    return batch
+
+
+def _in_pack(
+    positions: Tensor,
+    documents: int,
+    length: int,
+) -> Tensor:
+    """Repeat a document's positions (..., T) for each document of a pack, and number its padding."""
+    repeats = [1] * (positions.ndim - 1)
+    filled = positions.repeat(*repeats, documents)
+    rest = torch.arange(length - filled.shape[-1]).expand(*positions.shape[:-1], -1)
+    return torch.cat([filled, rest], dim=-1)
 
 
 class SingleStage:
@@ -79,7 +112,12 @@ class SingleStage:
     """
 
     def __init__(
-        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool
+        self,
+        module: Stage,
+        batch: PackedBatch,
+        *,
+        input_gradient: bool,
+        backward: bool,
     ) -> None:
         self.module = module
         self.batch = batch
@@ -87,26 +125,38 @@ class SingleStage:
         self.input_gradient = input_gradient
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
-        self.input = torch.randn(shape, dtype=module.dtype, device=device)
-        self.upstream = (
-            None
-            if module.language.has_head
-            else torch.randn(shape, dtype=module.dtype, device=device)
+        self.input = torch.randn(
+            shape,
+            dtype=module.dtype,
+            device=device,
         )
-        tiles, vision = 0 if batch.tiles is None else len(batch.tiles), module.vision
-        self._taken: PackedBatch | torch.Tensor | None = (
-            batch if module.projector is not None else None
-        )
-        if vision is not None and module.projector is None and tiles:
-            self._taken = torch.randn(
-                tiles, *vision.hidden_shape, dtype=vision.dtype, device=device
+        self.upstream: Tensor | None = None
+        if not module.language.has_head:
+            self.upstream = torch.randn(
+                shape,
+                dtype=module.dtype,
+                device=device,
             )
+
+        vision = module.vision
+
+        def made_up(shape: Sequence[int]) -> Tensor:
+            return torch.randn(
+                len(batch.tiles),
+                *shape,
+                dtype=vision.dtype,
+                device=device,
+            )
+
+        self._taken: PackedBatch | Tensor | None = None
+        if module.projector is not None:
+            self._taken = batch
+        elif vision is not None and batch.tiles is not None:
+            self._taken = made_up(vision.hidden_shape)
         self.features = self.encode()
         # made by another rank's slice
-        if self.features is not None and vision is not None and not vision.is_last:
-            self.features = torch.randn(
-                tiles, *vision.feature_shape, dtype=vision.dtype, device=device
-            )
+        if self.features is not None and not vision.is_last:
+            self.features = made_up(vision.feature_shape)
         self._kept: Any = None
 
     def prepare(self, *, recomputes: bool = False) -> None:
@@ -114,11 +164,12 @@ class SingleStage:
         encoder trains.
         """
         language = self.module.language
-        language.recompute(language.last - language.first if recomputes else 0)
+        count = language.last - language.first if recomputes else 0
+        language.recompute(count)
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
-    def encode(self) -> torch.Tensor | None:
+    def encode(self) -> Tensor | None:
         return self.module.encode(self._taken, self.batch.grids)
 
     def forward(self) -> None:
@@ -142,20 +193,21 @@ class SingleStage:
             self._kept = None
 
     def backward(self) -> None:
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if self.runs_backward:
             torch.autograd.backward(kept, self.upstream)
 
 
 def warm_up(
-    config: RunConfig,
+    host: PackedBatch,
     stages: Mapping[int, Stage],
     masters: MasterWeights,
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Run everything of a step once on this rank: its stages, a prediction, one update of throwaway
-    weights.
+    """Run each kind of work once on this rank, on the batch `host`: stages, a prediction, an update
+    of throwaway weights.
 
     A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all
     work of the device, also for messages posted ahead, whose sender may wait for this very rank. So
@@ -166,13 +218,15 @@ def warm_up(
     No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a
     micro-batch.
     """
-    host = expected_batch(config, models_of(config))
     batch = to_device(host, device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus, device_type="cuda"):
         for number, module in stages.items():
-            trains = number >= first_trainable_stage
             alone = SingleStage(
-                module, batch, input_gradient=number > first_trainable_stage, backward=trains
+                module,
+                batch,
+                input_gradient=number > first_trainable_stage,
+                backward=number >= first_trainable_stage,
             )
             alone.forward()
             alone.backward()
@@ -186,10 +240,14 @@ def warm_up(
     if masters.by_name:
         weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
         weight.grad = torch.ones_like(weight)
-        make_optimizer({"throwaway": weight}, config.optimizer).step()
+        make_optimizer({"throwaway": weight}, masters.config).step()
     if device.type == "cuda":
         # allocating page-locked memory also waits for the device: have twice as much
         for value in vars(host).values():
-            if isinstance(value, torch.Tensor):
-                torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
+            if isinstance(value, Tensor):
+                torch.empty(
+                    2 * value.nbytes,
+                    dtype=torch.uint8,
+                    pin_memory=True,
+                )
         torch.cuda.synchronize(device)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.facts.connectors import connector, connector_parameters, has_newline
+from mmtrain.facts.connectors import connector, connector_parameters
+from mmtrain.facts.models import Models, models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.weights.streaming import StreamedLayers
@@ -36,7 +37,13 @@ def streamed_layers(
     if source == "host":
         return StreamedLayers(HostSource(device, replicas))
     if source == "peers":
-        sharing = replica_group(plan, rank, device, timeout_seconds, plan.streaming.weight_shards)
+        sharing = replica_group(
+            plan,
+            rank,
+            device,
+            timeout_seconds,
+            plan.streaming.weight_shards,
+        )
         return StreamedLayers(PeerSource(sharing, device))
     return StreamedLayers(QuantisedSource(source, device))
 
@@ -55,30 +62,46 @@ def build_stages(
 
     A run that `resumes` reads its checkpoint later.
     """
-    streamed = streamed_layers(plan, rank, device, replicas, config.parallel.timeout_seconds)
-    if resumes:
-        config = without_init_from(config)
-    stages = plan.ranks[rank].stages
-    return {
-        stage.stage: build_stage(config, stage, device=device, streamed=streamed)
-        for stage in stages
-    }
+    streamed = streamed_layers(
+        plan,
+        rank,
+        device,
+        replicas,
+        config.parallel.timeout_seconds,
+    )
+    if resumes and trains_whole_projector(models_of(config)):
+        config = config.changed({"model.projector.init_from": None})
+    built = {}
+    for stage in plan.ranks[rank].stages:
+        built[stage.stage] = build_stage(
+            config,
+            stage,
+            device=device,
+            streamed=streamed,
+        )
+    return built
 
 
-def without_init_from(config: RunConfig) -> RunConfig:
-    """Return the configuration of a resumed run, which needs no file for a projector that trains as
-    a whole.
-    """
-    parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
-    if not all(matches_any(parameter.name, config.model.trainable) for parameter in parameters):
-        return config
-    return config.changed({"model.projector.init_from": None})
+def trains_whole_projector(models: Models) -> bool:
+    """Whether all of the projector trains: a resumed run then needs no file to begin with."""
+    section = models.section
+    operations = connector(section.projector, 1, 2, models.layout_class.has_newlines)
+    parameters = connector_parameters(operations)
+    return all(matches_any(parameter.name, section.trainable) for parameter in parameters)
 
 
-def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:
+def refuse_short_device_memory(
+    rank: RankPlan,
+    device: torch.device,
+) -> None:
     """Raise UserError where a GPU has less memory left than the plan still needs on it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        memory = GpuMemory(
+            total,
+            free,
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
         name = f"{device} ({torch.cuda.get_device_name(device)})"
-        refuse_short_memory(rank, name, GpuMemory(total, free, *used))
+        refuse_short_memory(rank, name, memory)

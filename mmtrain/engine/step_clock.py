@@ -1,4 +1,4 @@
-"""Measure on each rank, at every step, what its time goes into.
+"""Measure on each rank how the time of every step is spent.
 
 A mark ends each instruction, and within one the time in which it only waited: for a message, or for
 all ranks. On a CPU a mark is the time. On CUDA it is an event on the stream that computes, since
@@ -79,12 +79,18 @@ class StepClock:
     and `leave` after, when all go on.
     """
 
-    def __init__(self, device: torch.device, held_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        held_bytes: int = 0,
+    ) -> None:
         """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the
         heap grows by.
         """
         self._device = device
-        self._before_weights, self._peak_bytes = heap_bytes() - held_bytes, 0
+        self._on_gpu = device.type == "cuda"
+        self._before_weights = heap_bytes() - held_bytes
+        self._peak_bytes = 0
         self._together = self._begun = self._now()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
@@ -92,18 +98,18 @@ class StepClock:
         """When this rank last left a reduction, in seconds since its clock was made."""
 
     def _now(self) -> Any:
-        """The time or, on CUDA, an event on the current stream."""
-        if self._device.type != "cuda":
+        """Return the time or, on CUDA, an event on the current stream."""
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; on CUDA the host waits until the device has reached the later
-        one.
+        """Return the seconds between two marks; on CUDA the host waits until the device has reached
+        the later one.
         """
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return later - earlier
         later.synchronize()
         return earlier.elapsed_time(later) / 1000
@@ -111,7 +117,7 @@ class StepClock:
     def begin(self) -> None:
         self._marks = []
         self._begun = self._now()
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_bytes = 0
 
@@ -119,19 +125,22 @@ class StepClock:
         """Begin an instruction, or (None) the wait for what was sent."""
         self._instruction = instruction
 
+    def _mark(self, work: Work) -> None:
+        self._marks.append((work, self._instruction, self._now()))
+
     def waited(self) -> None:
-        self._marks.append((Work.WAIT, self._instruction, self._now()))
+        self._mark(Work.WAIT)
 
     def fetched(self) -> None:
         if self._instruction is not None:
-            self._marks.append((Work.FETCH, self._instruction, self._now()))
+            self._mark(Work.FETCH)
 
     def done(self) -> None:
         """Note that the instruction is done, or waits for weights from now on."""
         if self._instruction is not None:
-            if self._device.type != "cuda":
+            if not self._on_gpu:
                 self._peak_bytes = max(self._peak_bytes, heap_bytes() - self._before_weights)
-            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._now()))
+            self._mark(WORK_OF[self._instruction.op])
 
     def read(self) -> RankSeconds:
         """Return what `leave` needs of every rank; on CUDA the host waits for the device here."""
@@ -141,7 +150,7 @@ class StepClock:
         for work, _, mark in self._marks:
             spent[work] += self._seconds(earlier, mark)
             earlier = mark
-        if self._device.type == "cuda":
+        if self._on_gpu:
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return RankSeconds(
             # `leave` adds the time since the last reduction
@@ -171,11 +180,10 @@ class StepClock:
         """Return what this rank has done since `begin`, without gaps, in seconds since its clock
         was made.
         """
-        begun = self.seconds - self._seconds(self._begun, self._together)
-        ends = [begun + self._seconds(self._begun, mark) for *_, mark in self._marks]
-        return [
-            Interval(work, instruction, begin, end)
-            for (work, instruction, _), begin, end in zip(
-                self._marks, [begun, *ends], ends, strict=False
-            )
-        ]
+        begun = begin = self.seconds - self._seconds(self._begun, self._together)
+        intervals = []
+        for work, instruction, mark in self._marks:
+            end = begun + self._seconds(self._begun, mark)
+            intervals.append(Interval(work, instruction, begin, end))
+            begin = end
+        return intervals

@@ -1,4 +1,4 @@
-"""`--trace`: what every rank did when, as a file for ui.perfetto.dev and chrome://tracing.
+"""`--trace`: each rank's work over time, as a file for ui.perfetto.dev and chrome://tracing.
 
 StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in
     the run's folder
@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import counted
 from mmtrain.plan.instructions import Instruction, Op
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.plan import Plan, RankPlan
 
 TRACE = "trace.json"
 
 
 class Work(StrEnum):
-    """What time goes into."""
+    """A kind of work that takes a rank's time."""
 
     LOAD = "load"
     ENCODE = "encode"
@@ -38,16 +39,18 @@ class Work(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-# four of the instructions have the name of their work
-WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION)
-WORK_OF |= {op: Work(op) for op in (Op.LOAD, Op.ENCODE, Op.FORWARD, Op.BACKWARD)} | {
-    Op.OPTIMIZER_STEP: Work.OPTIMIZER
+WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION) | {
+    Op.LOAD: Work.LOAD,
+    Op.ENCODE: Work.ENCODE,
+    Op.FORWARD: Work.FORWARD,
+    Op.BACKWARD: Work.BACKWARD,
+    Op.OPTIMIZER_STEP: Work.OPTIMIZER,
 }
 
 
 class Interval(NamedTuple):
-    """What a rank did from `begin` to `end`, in seconds of its own clock; instruction None: it
-    waited for its sends.
+    """A rank's work from `begin` to `end`, in seconds of its clock. Without instruction it waited
+    for sends.
     """
 
     work: Work
@@ -64,7 +67,11 @@ class TracedStep(NamedTuple):
     intervals: list[Interval]
 
 
-def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str | None:
+def finish_trace(
+    file: Path,
+    plan: Plan,
+    recorded: Sequence[TracedStep],
+) -> str | None:
     """Write what all ranks have recorded of the same steps; return rank 0's message for the user.
     Collective.
     """
@@ -73,34 +80,36 @@ def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str 
     ranks = gather_to_rank_0(recorded)
     if ranks is None:
         return None
-    steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"
     try:
         write_trace(file, plan, ranks)
     except OSError as error:
         return f"no trace was written: {file} cannot be written: {error.strerror}"
-    return f"trace of {steps}: {file}; open it in ui.perfetto.dev"
+    return f"trace of {counted(len(recorded), 'step')}: {file}; open it in ui.perfetto.dev"
 
 
-def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
+def write_trace(
+    file: Path,
+    plan: Plan,
+    ranks: Sequence[Sequence[TracedStep]],
+) -> None:
     """Write the same steps of all global ranks; an existing file is replaced whole."""
     # A clock is set by the moments at which all ranks go on; one shift for all its steps keeps
     # intervals in order.
-    shifts = [
-        statistics.median(
-            first.left - step.left for first, step in zip(ranks[0], steps, strict=True)
-        )
-        for steps in ranks
-    ]
-    first = min(
-        steps[0].intervals[0].begin + shift for steps, shift in zip(ranks, shifts, strict=True)
-    )
+    shifts = []
+    begins = []
+    for steps in ranks:
+        pairs = zip(ranks[0], steps, strict=True)
+        shift = statistics.median(reference.left - step.left for reference, step in pairs)
+        shifts.append(shift)
+        begins.append(steps[0].intervals[0].begin + shift)
+    first = min(begins)
+
     events = list(_names(plan))
-    for place, steps, shift in zip(plan.ranks, ranks, shifts, strict=True):
+    for rank, steps, shift in zip(plan.ranks, ranks, shifts, strict=True):
         for recorded in steps:
             for interval in recorded.intervals:
-                events.append(
-                    _event(interval, recorded.step, place.data, place.pipeline, shift - first)
-                )
+                events.append(_event(interval, recorded.step, rank, shift - first))
+
     about = {
         "run": plan.run,
         "pipeline": plan.pipeline,
@@ -126,22 +135,28 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
             "args": {"name": f"replica {replica}"},
         }
     for rank in plan.ranks:
-        slices = [f"encoder {stage.slice}" for stage in rank.stages if stage.slice]
-        stages = ", ".join([*slices, *(stage.summary for stage in rank.stages)])
-        place = {"ph": "M", "pid": rank.data, "tid": rank.pipeline}
-        yield {**place, "name": "thread_name", "args": {"name": f"rank {rank.rank}: {stages}"}}
-        yield {**place, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}
+        parts = [f"encoder {stage.slice}" for stage in rank.stages if stage.slice]
+        parts += [stage.summary for stage in rank.stages]
+        thread = {"ph": "M", "pid": rank.data, "tid": rank.pipeline}
+        name = f"rank {rank.rank}: {', '.join(parts)}"
+        yield {**thread, "name": "thread_name", "args": {"name": name}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}
 
 
 _PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "wait for weights of "}
 
 
 def _event(
-    interval: Interval, step: int, replica: int, pipeline: int, shift: float
+    interval: Interval,
+    step: int,
+    rank: RankPlan,
+    shift: float,
 ) -> dict[str, Any]:
-    begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (interval.begin, interval.end))
+    begin = round((interval.begin + shift) * 1e6, 3)
+    end = round((interval.end + shift) * 1e6, 3)
     x = interval.instruction
-    name, about = "sends", {"step": step}
+    name = "sends"
+    about = {"step": step}
     if x is not None:
         name = x.op.replace("_", " ")
         about |= {"op": str(x.op)}
@@ -152,21 +167,23 @@ def _event(
         "ph": "X",
         "name": _PREFIX.get(interval.work, "") + name,
         "cat": str(interval.work),
-        "pid": replica,
-        "tid": pipeline,
+        "pid": rank.data,
+        "tid": rank.pipeline,
         "ts": begin,
         "dur": round(end - begin, 3),
         "args": about,
     }
 
 
-def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
+def refuse_unfit_trace(
+    steps: int | None,
+    max_steps: int | None,
+) -> None:
     """Raise UserError where `--trace` asks for more steps than a run makes; None asks for
     nothing.
     """
     if steps is not None and not 1 <= steps < (max_steps or math.inf):
         raise UserError(
             f"--trace {steps}: it records 1 to train.max_steps - 1 steps, since the first "
-            "includes warm-up. "
-            f"train.max_steps is {max_steps}"
+            f"includes warm-up. train.max_steps is {max_steps}"
         )

@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what it is made of, how good it was, how to load it.
+"""Write the model card of an exported folder: its parts, its scores, and code that loads it.
 
 `origin`, what was written --card.md.jinja--> README.md
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import yaml
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import read_limited
+from mmtrain.exporting.published_files import Json
 from mmtrain.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.facts.model_files import HUB_ID, find_model_folder
 from mmtrain.model.trained.projector import PROJECTOR
@@ -28,34 +28,48 @@ from mmtrain.model.trained.projector import PROJECTOR
 # nothing that Markdown or HTML reads
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")
 MAX_CARD_BYTES = 64 << 10  # YAML of more would take seconds
+MODELS = ("llm", "vision")  # keys of `origin`
+# metadata of a card, by form
 FRONT = {
     "model": {"library_name": "transformers", "pipeline_tag": "image-text-to-text"},
     "text": {"library_name": "transformers", "pipeline_tag": "text-generation"},
     "adapters": {"library_name": "peft"},
-}  # metadata of a card, by form
+}
 
 
 def write_card(
-    folder: Path, about: Mapping[str, Any], form: str, *, is_whole: bool = False, **context: Any
+    folder: Path, about: Json, form: str, *, is_whole: bool = False, **context: Any
 ) -> None:
-    """Write README.md in a `form` of the template, which says what each form shows of the
-    `context`.
+    """Write README.md in a `form` of the template, which says what it shows of the `context`.
 
     is_whole: the folder is that of a published model, with what trained in its place.
     """
-    parts = [about[part] for part in ("llm", "vision") if about[part]]
-    # two folders may have one name
-    licences = [(public_name(part), _licence(part)) for part in parts]
+    # pairs, since two folders may have one name
+    licences = []
+    for model in filter(None, map(about.get, MODELS)):
+        licences.append((public_name(model), _licence(model)))
     about = published(about)
-    front: dict[str, Any] = dict(FRONT[form])
-    if len(known := {licence for _, licence in licences}) == 1 and None not in known:
+    front: Json = dict(FRONT[form])
+    known = {licence for _, licence in licences}
+    if len(known) == 1 and None not in known:
         front["license"] = known.pop()
-    models = {"model": [about["llm"], about["vision"]], "text": [about["llm"]]}
-    models["adapters"] = [] if context.get("base_folder") else [about["llm"]]
-    if hub_ids := [name for name in models[form] if HUB_ID.fullmatch(name) and "/" in name]:
-        front["base_model"] = hub_ids[0] if form == "adapters" else hub_ids
+
+    # the models that this one was made from, where they are on the hub
+    models = [about["llm"]]
+    if form == "model":
+        models.append(about["vision"])
+    elif context.get("base_folder"):
+        models.clear()
+    hub_ids = [name for name in models if HUB_ID.fullmatch(name) and "/" in name]
+    if hub_ids:
+        front["base_model"] = hub_ids
+    if hub_ids and form == "adapters":
+        front["base_model"] = hub_ids[0]
+
     around = [name for name in about["trained"] if not name.startswith(PROJECTOR)]
-    adapters = filter(is_llm_adapter if form == "adapters" else is_adapter, around)
+    adapters = filter(is_adapter, around)
+    if form == "adapters":
+        adapters = filter(is_llm_adapter, around)
     text = _template().render(
         front=yaml.safe_dump(front, sort_keys=False),
         about=about,
@@ -64,40 +78,34 @@ def write_card(
         is_whole=is_whole,
         transformers=transformers.__version__,
         around=len(around),
-        adapted=len({adapted_layer(name) for name in adapters}),
+        adapted=len(set(map(adapted_layer, adapters))),
         **context,
     )
     (folder / "README.md").write_text(text)
 
 
-def published(about: Mapping[str, Any]) -> dict[str, Any]:
+def published(about: Json) -> Json:
     """Return `origin` with the models' names without the folders of this machine."""
-    return {
-        **about,
-        **{part: about[part] and public_name(about[part]) for part in ("llm", "vision")},
-    }
+    shown = dict(about)
+    for key in MODELS:
+        shown[key] = about[key] and public_name(about[key])
+    return shown
 
 
 def public_name(model: str) -> str:
     """Return a model's name without the folders of this machine; a hub id as it is."""
-    return (
-        Path(model).name
-        if Path(model).expanduser().is_dir() or not HUB_ID.fullmatch(model)
-        else model
-    )
+    if Path(model).expanduser().is_dir() or not HUB_ID.fullmatch(model):
+        return Path(model).name
+    return model
 
 
 def _licence(model: str) -> str | None:
-    """Return the licence that the card in a model's folder names; None where there is no card, or
-    no such name.
-    """
+    """Return the licence that the card in a model's folder names; None where none does."""
     folder = find_model_folder(model)
+    if folder is None:
+        return None
     try:
-        card = (
-            read_limited(folder / "README.md", MAX_CARD_BYTES, "a card")
-            if folder is not None
-            else b""
-        )
+        card = read_limited(folder / "README.md", MAX_CARD_BYTES, "a card")
         named = yaml.safe_load(card.decode().split("---\n")[1]).get("license")
     except (
         OSError,
@@ -109,7 +117,9 @@ def _licence(model: str) -> str | None:
         yaml.YAMLError,
     ):
         return None
-    return named if isinstance(named, str) and PLAIN.fullmatch(named) else None
+    if isinstance(named, str) and PLAIN.fullmatch(named):
+        return named
+    return None
 
 
 @functools.cache
@@ -138,10 +148,10 @@ def shown_name(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return a code span, whose fence is longer than any in the text; what is not printable is
-    escaped.
-    """
+    """Return a code span whose fence is longer than any in the text, unprintable text escaped."""
     shown = escape(text)
-    fence = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
-    space = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
-    return f"{fence}{space}{shown}{space}{fence}"
+    longest = max(map(len, re.findall("`+", shown)), default=0)
+    if not shown or "`" in (shown[0], shown[-1]):
+        shown = f" {shown} "
+    fence = "`" * (longest + 1)
+    return fence + shown + fence

@@ -1,12 +1,13 @@
-"""The chat template of an exported folder: it writes what this run was trained on, and marks the
-answers in it.
+"""Write the chat template of an exported folder, and mark the answers in it.
 
-messages (contents: text, or lists of text and image parts) --jinja--> text with one <image> mark
-    per image
-chat_template.jinja --mark_answers--> the same text for every conversation, answers between {%
-    generation %} marks
-conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of
-    training, or no marks
+messages (contents: text, or lists of text and image parts)
+    --jinja--> text with one <image> mark per image
+chat_template.jinja
+    --mark_answers--> the same text for every conversation, answers between
+                      {% generation %} marks
+conversations
+    --stock tokenizer and processor, return_assistant_tokens_mask-->
+                      the label mask of training, or no marks
 
 For data.template=plain it writes images, then the beginning of the caption. Otherwise it is the
 template of training behind a preamble that turns lists of parts into the text of a LLaVA record.
@@ -32,7 +33,6 @@ import jinja2
 import transformers
 from transformers import AutoProcessor
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
@@ -44,12 +44,14 @@ from mmtrain.data.samples.templates import (
     load_tokenizer,
     make_template,
 )
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
 TEMPLATE_FILE = "chat_template.jinja"
-MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+MARK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+# blocks that change nothing, in place of marks
+HARMLESS = {"generation": "if true", "endgeneration": "endif"}
 CONVERSATIONS: tuple[Turns, ...] = (
     PROBE,
     (("human", "Hello"), ("gpt", "Hi.")),
@@ -82,23 +84,18 @@ def exported_chat_template(template: Template, beginning: str = "") -> str:
     as the beginning of the caption, and before them `beginning`, where no tokenizer writes it. A
     layout may have another text for <image>, without a break.
     """
-    lists_to_text = LISTS_TO_TEXT
-    if template.layout.prompt_text != IMAGE_MARK:
-        lists_to_text = lists_to_text.replace("as_text.text + '\\n'", "as_text.text")
+    prompt_text = template.layout.prompt_text
+    jinja = LISTS_TO_TEXT
+    if prompt_text != IMAGE_MARK:
+        jinja = jinja.replace("as_text.text + '\\n'", "as_text.text")
     if isinstance(template, PlainTemplate):
-        jinja = (
-            lists_to_text
-            + f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}" * bool(beginning)
-            + PLAIN
-        )
-        return jinja.replace(IMAGE_MARK, template.layout.prompt_text)
-    dates = template.chat.dates
-    fixed = (
-        "{%- set fixed_dates = " + json.dumps(dates, ensure_ascii=False) + " %}\n" if dates else ""
-    )
-    return (
-        lists_to_text.replace(IMAGE_MARK, template.layout.prompt_text) + fixed + template.chat.jinja
-    )
+        if beginning:
+            jinja += f"{{{{- {json.dumps(beginning, ensure_ascii=False)} }}}}"
+        return (jinja + PLAIN).replace(IMAGE_MARK, prompt_text)
+    jinja = jinja.replace(IMAGE_MARK, prompt_text)
+    if dates := template.chat.dates:
+        jinja += f"{{%- set fixed_dates = {json.dumps(dates, ensure_ascii=False)} %}}\n"
+    return jinja + template.chat.jinja
 
 
 def marked_template(jinja: str, template: ChatTemplate) -> str:
@@ -109,9 +106,7 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
     image in an answer.
     """
     chat = template.chat
-    unmarked = MARK.sub(
-        lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", jinja
-    )
+    unmarked = MARK.sub(lambda found: f"{{%{found[1]} {HARMLESS[found[2]]} {found[3]}%}}", jinja)
     values = {
         "@TEMPLATE@": unmarked.removesuffix("\n"),
         "@AFTER@": str(chat.unsupervised_tail),
@@ -126,8 +121,8 @@ def documents_of(
 ) -> list[tuple[Turns, Document]]:
     """Return the conversations that a template accepts, and their documents in training.
 
-    Not every template takes systems, later questions or images in answers. `sizes`: (width, height)
-    of their images.
+    Not every template takes systems, later questions or images in answers.
+    `sizes`: (width, height) of their images.
     """
     taken = []
     for turns in conversations:
@@ -138,22 +133,23 @@ def documents_of(
     return taken
 
 
-def mark_answers(config: RunConfig, folder: Path) -> str | None:
-    """Mark the answers in the template of a folder that has its processor's files; else return a
-    sentence why not.
+def load_template(llm: str, name: str, layout: ImageLayout) -> Template:
+    """Return the template of a run, by `model.llm.path` and `data.template`."""
+    return make_template(name, load_tokenizer(llm), layout, sys.maxsize)
+
+
+def mark_answers(models: Models, name: str, folder: Path) -> str | None:
+    """Mark the answers in the template of a folder that has its processor's files.
+
+    Returns a sentence why not where it is left without marks.
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    layout = image_layout(config)
     # The processors of other layouts write the texts around <image> themselves.
-    layout = (
-        ONE_SQUARE
-        if layout.prompt_text == IMAGE_MARK
-        else replace(layout, min_positions=1, max_positions=1)
-    )
-    template = make_template(
-        config.data.template, load_tokenizer(config.model.llm.path), layout, sys.maxsize
-    )
+    layout = ONE_SQUARE
+    if models.layout.prompt_text != IMAGE_MARK:
+        layout = replace(models.layout, min_positions=1, max_positions=1)
+    template = load_template(models.section.llm.path, name, layout)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:
@@ -162,64 +158,71 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
         fault = f"{type(error).__name__}: {error}"
     if fault is None:
         return None
-    file.write_text(
-        MARK.sub("", before) if isinstance(template, PlainTemplate) else before, encoding="utf-8"
-    )
+    if isinstance(template, PlainTemplate):
+        before = MARK.sub("", before)
+    file.write_text(before, encoding="utf-8")
     return (
         "The chat template does not mark answers with {% generation %}, so trl's "
-        "assistant_only_loss cannot be "
-        f"used with it: {fault}."
+        f"assistant_only_loss cannot be used with it: {fault}."
     )
 
 
 def as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
     """Return a turn's text, or its images alone, as the stock prompt writes them."""
-    text = IMAGE_MARK * text.count(IMAGE_MARK) if alone else text
-    return text if layout.prompt_text == IMAGE_MARK else BREAKS.sub(layout.prompt_text, text)
+    if alone:
+        text = IMAGE_MARK * text.count(IMAGE_MARK)
+    if layout.prompt_text == IMAGE_MARK:
+        return text
+    return BREAKS.sub(layout.prompt_text, text)
 
 
 def _fault(folder: Path, before: str, template: Template) -> str | None:
-    """Say where stock transformers, loaded from `folder`, marks other answers than training; None:
-    nowhere.
-    """
+    """Say where stock transformers marks other answers in `folder` than training; None: nowhere."""
     processor = AutoProcessor.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
     tokenizer = processor.tokenizer
-    layout, plain = template.layout, isinstance(template, PlainTemplate)
+    layout = template.layout
     image = tokenizer.convert_tokens_to_ids(layout.image_token)
-    # which only a processor writes before the plain template's text
-    bos = template.prefix if plain else []
+    is_plain = isinstance(template, PlainTemplate)
+    # of the plain template, before whose text only a processor writes it
+    bos = template.prefix if is_plain else []
     documents = documents_of(template, CONVERSATIONS, ((1, 1),) * 2)
     for turns, document in documents:
-        messages = [
-            {"role": ROLES[who], "content": as_prompted(text, layout, alone=plain and who != "gpt")}
-            for who, text in turns
-        ]
+        messages = []
+        for who, text in turns:
+            content = as_prompted(text, layout, alone=is_plain and who != "gpt")
+            messages.append({"role": ROLES[who], "content": content})
         for ask in (False, True):
             write = functools.partial(
                 tokenizer.apply_chat_template, messages, tokenize=False, add_generation_prompt=ask
             )
             if write() != write(chat_template=before):
                 return "marks would change what it writes"
-        ids = [image if token == IMAGE_POSITION else token for token in document.input_ids][
-            len(bos) :
-        ]
+
+        ids = as_written(document.input_ids, image)[len(bos) :]
         # of ids[1:]: nothing predicts the first
         learnt = [label != IGNORE for label in document.labels[len(bos) : -1]]
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        outputs = [tokenizer.apply_chat_template(messages, **options)]
+        one = tokenizer.apply_chat_template(messages, **options)
+        pairs = [(one["input_ids"], one["assistant_masks"])]
         if not document.sample.images:  # with some it needs the pictures, and transformers 5.18
             several = processor.apply_chat_template(messages, **options)
-            outputs.append({name: several[name][0] for name in ("input_ids", "assistant_masks")})
-        for output in outputs:
-            written = list(output["input_ids"])
+            pairs += zip(several["input_ids"], several["assistant_masks"], strict=True)
+        for written, masks in pairs:
             skipped = len(bos) if written[: len(bos)] == bos else 0
             if written[skipped:] != ids:
                 return "its tokens differ from those of training"
-            if [bool(mask) for mask in output["assistant_masks"]][skipped + 1 :] != learnt:
+            if list(map(bool, masks))[skipped + 1 :] != learnt:
                 return (
                     f"transformers {transformers.__version__} marks other tokens as answers "
                     "than training does"
                 )
-    return None if documents else "no conversation could be compared"
+    if not documents:
+        return "no conversation could be compared"
+    return None
+
+
+def as_written(ids: Iterable[int], image: int) -> list[int]:
+    """Return a document's tokens with the id `image` at the positions of images."""
+    return [image if token == IMAGE_POSITION else token for token in ids]

@@ -1,23 +1,20 @@
-"""The whole model as a Hugging Face folder, which a stock class of transformers loads without
-mmtrain.
+"""Export the whole model as a Hugging Face folder, which a stock class of transformers loads.
 
 A run on text alone becomes a folder of the LLM's own class; with pictures:
 
-config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a
-    refusal
-checkpoint: projector -------------------------------->
-    multi_modal_projector.linear_{1,2}.{weight,bias}
-model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json,
-    README.md,
-model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
+models of the run --stock.exporters: which class?--> a StockClass (here LLaVA's), or a refusal
+projector ------------------------------------------> multi_modal_projector.linear_{1,2}.*
+model.vision.name --vision: exact conversion--------> vision_tower.*
+model.llm.path    --language: tensor by tensor------> language_model.*
+                                                      config.json, README.md, processor's files
 
 Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is
 written the stock class is tried without the weights; afterwards every byte is read again.
 
-names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched:
-    must all be empty
-the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or
-    a refusal
+names and shapes --transformers' own loading, on the meta device-->
+    missing, unexpected, mismatched: all must be empty
+the LLM's family, tiny --exported, loaded by the class-->
+    the same logits as the causal LM's own, or a refusal
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,29 +34,36 @@ from transformers import PreTrainedModel
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
-from mmtrain.exporting.projector_file import origin, run_tensors
-from mmtrain.exporting.published_files import code_named_in, write_json
-from mmtrain.exporting.tensors import TensorSource, cast_to, require_space, write_shards
+from mmtrain.exporting.projector_file import opened
+from mmtrain.exporting.published_files import Json, code_named_in, write_json
+from mmtrain.exporting.tensors import (
+    Progress,
+    Sources,
+    Tensors,
+    cast_to,
+    named,
+    require_space,
+    write_shards,
+)
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
-from mmtrain.exporting.write_back import write_back
+from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.families import canonical_name, llm_tensors
-from mmtrain.facts.model_files import model_folder, read_json
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.model_files import model_config
+from mmtrain.facts.models import Models
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
 from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
-from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of
+from mmtrain.stock.exporters import class_of, whole_of
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
@@ -71,7 +75,7 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 class ExportedModel:
     stock: ExportedClass
     folder: Path
-    kept_in_float32: frozenset[str]  # names of tensors that were not cast
+    kept_in_float32: set[str]  # names of tensors that were not cast
     unmarked: str | None = None  # why the chat template does not mark answers, where it does not
     adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
 
@@ -93,7 +97,7 @@ def export_hf(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
     merged: bool = True,
 ) -> ExportedModel:
     """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
@@ -103,37 +107,47 @@ def export_hf(
     that no stock class can hold, naming the formats that work, and where the disk is too small;
     OSError where a file reads back otherwise.
     """
-    config, stored_as = checkpoint.config, str(dtype).removeprefix("torch.")
-    trained = run_tensors(checkpoint)
-    about = origin(checkpoint, trained)
+    models, template = checkpoint.models, checkpoint.config.data.template
+    stored_as = str(dtype).removeprefix("torch.")
+    trained, about = opened(checkpoint, "hf" if merged else "peft")
     if not merged:
-        trained = {name: source for name, source in trained.items() if not is_llm_adapter(name)}
-        about["trained"] = [name for name in about["trained"] if not is_llm_adapter(name)]
-    refuse_unfit_format("hf", checkpoint.path, config, about["trained"])
-    stock = class_of(config) or CausalClass(model_folder(config.model.llm.path))
+        for name in filter(is_llm_adapter, about["trained"]):
+            del trained[name]
+        about["trained"] = list(itertools.filterfalse(is_llm_adapter, about["trained"]))
+    stock = class_of(models) or CausalClass(models.llm_folder)
     _refuse_replaced_weights(checkpoint)
-    is_whole = whole_of(config) is not None
+
+    # all files but tensors and card
+    is_whole = whole_of(models) is not None
+    write: Callable[..., Written]
     if is_whole:
-        tensors, content, shown = write_back(stock, config, trained, stored_as, folder)
-        refuse_loading_faults(stock, content, tensors)
+        write = write_back
     elif isinstance(stock, StockClass):
-        tensors, content, shown = _write_multimodal(stock, config, trained, stored_as, folder)
+        write = _write_multimodal
     else:
-        llm = model_folder(config.model.llm.path)
-        language = language_for_export(stock, llm, trained, 0, stored_as, config.model.lora)
-        tensors, content = (
-            language.tensors,
-            {**language.config, "architectures": [stock.class_name]},
-        )
-        shown = {"language": language}
+        write = _write_text
+    tensors, content, shown = write(stock, models, template, trained, stored_as, folder)
+    if is_whole:
         refuse_loading_faults(stock, content, tensors)
-        write_json(folder / "config.json", content)
-        write_tokenizer(config, folder)
     _untie(folder, tensors)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
-    cast = cast_to(dtype, tensors, kept)
-    total, done = sum(source.nbytes for source in cast.values()), 0
+    _write_cast(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
+    form = "model" if about["vision"] else "text"
+    shown["removed_code"] = code_named_in(models.llm_folder)
+    write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
+    return ExportedModel(stock, folder, kept, shown.get("unmarked"))
+
+
+def _write_cast(
+    folder: Path,
+    tensors: Sources,
+    shard_bytes: int,
+    progress: Progress,
+) -> None:
+    """Write the tensors in files of `shard_bytes`; raises UserError where the disk is too small."""
+    done = 0
+    total = sum(source.nbytes for source in tensors.values())
     require_space(folder, total + SMALL_FILES)
 
     def show(size: int) -> None:
@@ -141,62 +155,79 @@ def export_hf(
         done += size
         progress("written and read again", done, total)
 
-    write_shards(folder, cast, shard_bytes, show)
-    form = "model" if config.model.vision is not None else "text"
-    shown["removed_code"] = code_named_in(model_folder(config.model.llm.path))
-    write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
-    return ExportedModel(stock, folder, frozenset(kept), shown.get("unmarked"))
+    write_shards(folder, tensors, shard_bytes, show)
 
 
-def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
+def _untie(folder: Path, tensors: Sources) -> None:
     """Say in config.json that the head is not tied where it has other values than the embedding.
 
     Then transformers ties nothing, whatever config.json says, while other readers drop the head.
     Cost: memory for both.
     """
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     if not content.get("tie_word_embeddings", True):
         return
-    ends = [
-        source.read()
-        for name, source in llm_tensors(folder, tensors).items()
-        if canonical_name(name) in ROWS
-    ]
+    ends = []
+    for name, source in llm_tensors(folder, tensors).items():
+        if canonical_name(name) in ROWS:
+            ends.append(source.read())
     if len(ends) > 1 and not torch.equal(*ends):
         for part in (content, content.get("text_config", {})):
             part["tie_word_embeddings"] = False
         write_json(folder / "config.json", content)
 
 
-def _write_multimodal(
-    stock: StockClass,
-    config: RunConfig,
-    trained: Mapping[str, TensorSource],
+def _write_text(
+    stock: CausalClass,
+    models: Models,
+    template: str,
+    trained: Sources,
     dtype: str,
     folder: Path,
-) -> tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]:
-    """Write all files but tensors and card; return tensors, config.json and what the card shows."""
-    llm = model_folder(config.model.llm.path)
-    refuse_unfit_family(stock, llm)
-    vision, own, projector = (
-        {name: source for name, source in trained.items() if name.startswith(part)}
-        for part in ("vision.", "llm.", PROJECTOR)
+) -> Written:
+    """Write all files but tensors and card, of a run on text alone."""
+    language = language_for_export(stock, models.llm_folder, trained, 0, dtype, models.section.lora)
+    content = {**language.config, "architectures": [stock.class_name]}
+    refuse_loading_faults(stock, content, language.tensors)
+    write_json(folder / "config.json", content)
+    write_tokenizer(models, template, folder)
+    return language.tensors, content, {"language": language}
+
+
+def _write_multimodal(
+    stock: StockClass,
+    models: Models,
+    template: str,
+    trained: Sources,
+    dtype: str,
+    folder: Path,
+) -> Written:
+    """Write all files but tensors and card."""
+    refuse_unfit_family(stock, models.llm_folder)
+    encoder_of = encoder_for_export
+    if TIMM in stock.encoders:
+        encoder_of = wrapped_timm_encoder
+    encoder = encoder_of(models, merged_encoder(models.section, named(trained, "vision.")))
+    encoder = stock.adapt_encoder(models, encoder)
+    processor = write_processor(stock, models, template, encoder, folder)
+    language = language_for_export(
+        stock,
+        models.llm_folder,
+        named(trained, "llm."),
+        processor.rows_needed,
+        dtype,
+        models.section.lora,
     )
-    encoder_of = wrapped_timm_encoder if TIMM in stock.encoders else encoder_for_export
-    encoder = stock.adapt_encoder(config, encoder_of(config, merged_encoder(config, vision)))
-    processor = write_processor(stock, config, encoder, folder)
-    language = language_for_export(stock, llm, own, processor.rows_needed, dtype, config.model.lora)
     tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
-    tensors |= {
-        stock.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector
-    }
+    for name, source in named(trained, PROJECTOR).items():
+        tensors[stock.connector_name(name.removeprefix(PROJECTOR))] = source
     tensors |= language.tensors
     content = {  # in keys that transformers 4.57 and 5 read
         "architectures": [stock.class_name],
         "model_type": stock.model_type,
         "dtype": dtype,
         **processor.token_keys,
-        **stock.config(config, encoder),
+        **stock.config(models, encoder),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": stock.text_config(language.config),
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -204,15 +235,14 @@ def _write_multimodal(
     }
     refuse_loading_faults(stock, content, tensors)
     write_json(folder / "config.json", content)
-    unmarked = mark_answers(config, folder)
-    check_processor(processor, folder)
     shown = {
         "stock": stock,
         "encoder": encoder,
         "language": language,
         "processor": processor,
-        "unmarked": unmarked,
+        "unmarked": mark_answers(models, template, folder),
     }
+    check_processor(processor, folder)
     return tensors, content, shown
 
 
@@ -222,30 +252,31 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
 
     Cost: reads the models' files once more, a decoder layer at a time.
     """
-    state = checkpoint.state
-    trained_with = {
-        name: was for name, was in state["frozen_files"].items() if not name.startswith(PROJECTOR)
-    }
-    if not trained_with:
-        return
     # `run_tensors` checks the projector
     config = checkpoint.config.changed({"model.projector.init_from": None})
-    layers = len(llm_shape(config.model.llm.path).decoder)
-    seen: dict[str, str] = {}
-    for layer in range(layers):
-        stage = build_stage(
-            config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1)
-        )
+    state = checkpoint.state
+    trained_with = {}
+    for name, was in state["frozen_files"].items():
+        if not name.startswith(PROJECTOR):
+            trained_with[name] = was
+    if not trained_with:
+        return
+    last = len(checkpoint.models.published_llm.decoder) - 1
+    seen = {}
+    for layer in range(last + 1):
+        stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == last))
         for name, tensor in itertools.chain(stage.global_parameters(), stage.layer_buffers()):
             if name in trained_with:
                 seen[name] = fingerprint(tensor)
     # a tied one is the embedding where one stage has both
     seen.setdefault(HEAD, trained_with.get(HEAD, ""))
     odd = next((name for name, was in trained_with.items() if seen.get(name) != was), None)
-    if odd is None and settings_fingerprint(config) != state["settings_fingerprint"]:
+    if odd is None and settings_fingerprint(config.model) != state["settings_fingerprint"]:
         odd = "its config.json, or that of the encoder,"
     if odd is not None:
-        folder = config.model.vision.name if odd.startswith("vision.") else config.model.llm.path
+        folder = config.model.llm.path
+        if odd.startswith("vision."):
+            folder = config.model.vision.name
         raise UserError(
             f"{folder}: {odd} is not what the run was trained with. "
             "Restore the model's files, or install its "
@@ -266,25 +297,20 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]
-) -> None:
+def refuse_loading_faults(stock: ExportedClass, config: Json, tensors: Sources) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
     """
-    shapes = {
-        name: torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(_MetaTensor)
-        for name, source in tensors.items()
-        if not name.endswith(".rope.freqs")
-    }
-    # timm computes rotary tables where these few numbers lie, and could not copy them from the meta
-    # device.
-    shapes |= {
-        name: torch.zeros(source.shape, dtype=source.dtype)
-        for name, source in tensors.items()
-        if name not in shapes
-    }
+    shapes = {}
+    for name, source in tensors.items():
+        # timm computes rotary tables where these few numbers lie, and could not copy them from the
+        # meta device.
+        if name.endswith(".rope.freqs"):
+            shapes[name] = torch.zeros(source.shape, dtype=source.dtype)
+            continue
+        shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        shapes[name] = shape.as_subclass(_MetaTensor)
     try:
         _, report = _load(stock, config, shapes)
     except Exception as error:  # the encoder's code is timm's, of whatever architecture
@@ -292,18 +318,22 @@ def refuse_loading_faults(
         raise UserError(
             f"{stock.class_name} does not load this model: {why}; {WHAT_WORKS}"
         ) from error
-    if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
-        listed = "; ".join(
-            f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items()
+    faults = []
+    for kind, entries in report.items():
+        if entries:
+            names = sorted(map(str, entries))
+            faults.append(f"{kind}: {', '.join(names[:3])} ({len(names)})")
+    if faults:
+        raise UserError(
+            f"{stock.class_name} does not load this model: {'; '.join(faults)}; {WHAT_WORKS}"
         )
-        raise UserError(f"{stock.class_name} does not load this model: {listed}; {WHAT_WORKS}")
 
 
 def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
-    """Raise UserError where a tiny model like the LLM in `folder` has other logits in the stock
-    class than in its own.
+    """Raise UserError where the stock class computes other logits than the LLM's own class does.
 
-    The stock class has a head without bias, scale or cap, and takes some families only.
+    A tiny model like the LLM in `folder` is tried. The stock class has a head without bias, scale
+    or cap, and takes some families only.
     """
     config = causal_config(folder, stock.mrope)
     model = tiny_model(config, seed=0)
@@ -319,25 +349,22 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
     }
     try:
         loaded, report = _load(stock, content, tensors)
-        lacking = [
-            name
-            for name in report["missing_keys"]
-            if re.search("language_model|text_model|lm_head", name)
-        ]
+        is_llm = re.compile("language_model|text_model|lm_head").search
+        lacking = filter(is_llm, report["missing_keys"])
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            own, other = model(ids).logits, loaded.eval()(input_ids=ids, use_cache=False).logits
+            own = model(ids).logits
+            other = loaded.eval()(input_ids=ids, use_cache=False).logits
         difference = float((own - other).abs().max() / own.abs().max())
         if not faults and difference <= BOUND:
             return
         why = (
-            f"it loads without {faults[0]}"
-            if faults
-            else f"logits differ by {difference:.1e} of the largest, since it does not support "
-            "what this family's head "
-            "does (a scale, a cap)"
+            f"logits differ by {difference:.1e} of the largest, since it does not support "
+            "what this family's head does (a scale, a cap)"
         )
+        if faults:
+            why = f"it loads without {faults[0]}"
     except Exception as error:  # any of transformers' families may fail in its own way
         why = f"{type(error).__name__}: {error}"
     raise UserError(
@@ -346,25 +373,21 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 
 def kept_in_float32(
-    stock: ExportedClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype
+    stock: ExportedClass, config: Json, names: Collection[str], dtype: torch.dtype
 ) -> set[str]:
-    """Return the tensors that transformers loads in fp32 into a model of `dtype`, which must not be
-    rounded.
-    """
+    """Return the tensors that must not be rounded: those that a model of `dtype` loads in fp32."""
     with torch.device("meta"):
         model = stock.model_class(config_from(stock.config_class, config))
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         modules |= set(model._keep_in_fp32_modules or ())
-    pattern = re.compile(
-        "|".join(rf"(?:^|\.){re.escape(module)}(?:\.|$)" for module in modules) or "(?!)"
-    )
-    return {name for name in names if pattern.search(name)}
+    kept = set()
+    for module in map(re.escape, modules):
+        kept.update(filter(re.compile(rf"(?:^|\.){module}(?:\.|$)").search, names))
+    return kept
 
 
-def _load(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load(stock: ExportedClass, config: Json, tensors: Tensors) -> tuple[PreTrainedModel, Json]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

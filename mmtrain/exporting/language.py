@@ -1,8 +1,8 @@
-"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones
-in their place.
+"""Export an LLM: its published tensors under new names, trained ones in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its
-                    own)
+In LLaVA's names (each stock class has its own):
+
+model.layers.3.X    -> language_model.model.layers.3.X
 lm_head.weight      -> language_model.lm_head.weight
 
 A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when
@@ -12,10 +12,9 @@ it is written, cast to the export's type once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,11 +22,12 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
@@ -40,15 +40,15 @@ _ROWS_AT_ONCE = 4096
 class ExportedLanguage:
     """The LLM's part of an exported folder."""
 
-    config: dict[str, Any]  # text_config
-    tensors: Mapping[str, TensorSource]  # by their names in the folder
+    config: Json  # text_config
+    tensors: Sources  # by their names in the folder
     added_rows: int  # that the embedding gained
 
 
 def language_for_export(
     around: ExportedClass,
     folder: Path,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     rows_needed: int,
     dtype: str,
     lora: LoraSection | None = None,
@@ -62,18 +62,18 @@ def language_for_export(
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
-    files = llm_tensors(folder, tensor_places(folder))
+    files = llm_tensors(folder, tensor_entries(folder))
     names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)
     is_ignored = _ignored(model)
-    transposed = {
-        canonical_name(f"{name}.weight")
-        for name, one in model.named_modules()
-        if isinstance(one, Conv1D)
-    }
+    transposed = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            transposed.add(canonical_name(f"{name}.weight"))
+
     waiting = dict(trained)
-    tensors: dict[str, TensorSource] = {}
+    tensors = {}
     rows = 0
     for on_disk, place in files.items():
         name = names[on_disk]
@@ -81,62 +81,61 @@ def language_for_export(
             continue
         source = stored(*place)
         global_name = canonical_name(loaded_name(config.model_type, name))
-        if (replacement := waiting.pop(global_name, None)) is not None:
-            if replacement.shape != source.shape:
-                raise UserError(
-                    f"{global_name}: trained with shape {list(replacement.shape)}, "
-                    f"but {folder} has "
-                    f"{list(source.shape)}. Restore the model that the run was trained with"
-                )
-            source = replacement
-        source = take_merged(waiting, global_name, source, lora, global_name in transposed)
+        own = waiting.pop(global_name, source)
+        if own.shape != source.shape:
+            raise UserError(
+                f"{global_name}: trained with shape {list(own.shape)}, but {folder} has "
+                f"{list(source.shape)}. Restore the model that the run was trained with"
+            )
+        source = take_merged(waiting, global_name, own, lora, global_name in transposed)
         if global_name in ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
         tensors[around.language_name(name, stock.base_model_prefix)] = source
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
-    content = _text_config(
-        folder, config, max(rows, rows_needed, config.get_text_config().vocab_size), dtype
-    )
+    vocab_size = max(rows, rows_needed, config.get_text_config().vocab_size)
+    content = _text_config(folder, config, vocab_size, dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows))
 
 
 def take_merged(
-    waiting: dict[str, TensorSource],
+    waiting: Sources,
     name: str,
     weight: TensorSource,
     lora: LoraSection | None,
     transposed: bool,
 ) -> TensorSource:
-    """Return the weight `name` merged with its adapter, if `waiting` has one, which is removed from
-    there.
+    """Return the weight `name` merged with its adapter, which is taken out of `waiting`, if there.
 
     transposed: the weight is (in, out). Raises UserError for an adapter of another shape.
     """
     layer = adapted_layer(name)
     if lora is None or layer + LORA_A not in waiting or layer + LORA_B not in waiting:
         return weight
-    first, second = waiting.pop(layer + LORA_A), waiting.pop(layer + LORA_B)
-    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    first = waiting.pop(layer + LORA_A)
+    second = waiting.pop(layer + LORA_B)
+    outputs, inputs = weight.shape
+    if transposed:
+        inputs, outputs = weight.shape
     if (first.shape, second.shape) != ((lora.r, inputs), (outputs, lora.r)):
         raise UserError(
             f"{layer}: its adapter was trained with shapes {list(first.shape)} and "
-            f"{list(second.shape)}, but its "
-            f"weight has {list(weight.shape)}. Restore the model that the run was trained with"
+            f"{list(second.shape)}, but its weight has {list(weight.shape)}. "
+            "Restore the model that the run was trained with"
         )
 
     def read() -> torch.Tensor:
         update = (second.read() @ first.read()) * (lora.alpha / lora.r)
-        return weight.read().to(torch.float32) + (update.T if transposed else update)
+        if transposed:
+            update = update.T
+        return weight.read().to(torch.float32) + update
 
     return TensorSource(torch.float32, weight.shape, read)
 
 
 def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test of whether the causal LM ignores a tensor on disk, which a stock class would
-    report.
-    """
+    """Return a test for tensors that the causal LM ignores but a stock class would report."""
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
@@ -157,9 +156,12 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     return replace(source, shape=(rows, *rest), read=read)
 
 
-def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
+def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> Json:
     """Return the LLM's own config.json with its new rows and dtype."""
-    content = config.text_config.to_dict() if is_mrope_class(config) else llm_config(folder)
+    if is_mrope_class(config):
+        content = config.text_config.to_dict()
+    else:
+        content = llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)
@@ -169,11 +171,13 @@ def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) 
     return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
 
 
-def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_transformers_4(content: Json) -> Json:
     """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
     # by layer type: families that version 4 has no keys for
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
-    scaled = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": dict(rope)}
-    return {"rope_theta": rope["rope_theta"], **scaled}
+    settings = {"rope_theta": rope["rope_theta"]}
+    if rope.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = dict(rope)
+    return settings

@@ -1,9 +1,7 @@
-"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of
-config.json.
+"""Export the projector for LLaVA's own code: `mm_projector.bin` and keys of config.json.
 
-    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear,
-                                                                 GELU, Linear)
-    projector.linear_2.weight -> model.mm_projector.2.weight
+    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu, which is
+    projector.linear_2.weight -> model.mm_projector.2.weight     Sequential(Linear, GELU, Linear)
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
     projector.image_newline   -> model.image_newline             of layouts with lines
 
@@ -19,30 +17,24 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.card import published
-from mmtrain.exporting.projector_file import origin, run_tensors
+from mmtrain.exporting.projector_file import opened
+from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import require_space
-from mmtrain.facts.connectors import NEWLINE, image_layout
+from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.families import llm_config
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.shapes import vision_shape
+from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.stock.exporters import refuse_unfit_format
+from mmtrain.stock.exporters import LLAVA_CODE
 
 FILE = "mm_projector.bin"
-NAMES = {
-    "linear": {"linear_1": "model.mm_projector"},
-    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
-}
 # LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same
 # weights.
 CLIP_NAMES = {
@@ -51,10 +43,13 @@ CLIP_NAMES = {
     "vit_large_patch14_clip_quickgelu_224.openai": "openai/clip-vit-large-patch14",
     "vit_large_patch14_clip_quickgelu_336.openai": "openai/clip-vit-large-patch14-336",
 }
-# Of LLaVA's own classes, and of LLaVA-NeXT's.
+# families with a class in LLaVA's own code, or in LLaVA-NeXT's (the last two)
 MODEL_TYPES = {
-    **{"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava_mpt"},
-    **{"qwen2": "llava_qwen", "mixtral": "llava_mixtral"},
+    "llama": "llava_llama",
+    "mistral": "llava_mistral",
+    "mpt": "llava_mpt",
+    "qwen2": "llava_qwen",
+    "mixtral": "llava_mixtral",
 }
 
 
@@ -63,17 +58,15 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
     """
-    tensors = run_tensors(checkpoint)
-    about = origin(checkpoint, tensors)
-    refuse_unfit_format("llava", checkpoint.path, checkpoint.config, about["trained"])
-    names = {**NAMES[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
+    tensors, about = opened(checkpoint, "llava")
+    names = {**LLAVA_CODE[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
         layer, dot, part = name.removeprefix(PROJECTOR).partition(".")
         projector[names[layer] + dot + part] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
-    config = json.dumps(_config(about, image_layout(checkpoint.config)), indent=2) + "\n"
+    config = json.dumps(_config(about, checkpoint.models), indent=2) + "\n"
     require_space(folder, content.tell())
     (folder / FILE).write_bytes(content.getvalue())
     (folder / "config.json").write_text(config)
@@ -81,12 +74,13 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         raise OSError(f"{folder / FILE}: does not read back as written. Check the disk")
 
 
-def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of
-    MODEL_TYPES.
-    """
-    vision = vision_shape(about["vision"], about["vision_select_layer"])
-    llm = llm_config(model_folder(about["llm"]))
+def _config(about: Json, models: Models) -> Json:
+    """Return the LLM's config.json with LLaVA's keys."""
+    llm = llm_config(models.llm_folder)
+    # "patch" drops the first token, which must then be a class token
+    feature = "cls_patch"
+    if models.published_vision.prefix_tokens:
+        feature = "patch"
     return {
         **llm,
         "model_type": MODEL_TYPES.get(llm["model_type"], llm["model_type"]),
@@ -95,21 +89,18 @@ def _config(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
         "mm_hidden_size": about["vision_width"],
         "mm_vision_tower": CLIP_NAMES.get(about["vision"], about["vision"]),
         "mm_vision_select_layer": about["vision_select_layer"],
-        # "patch" drops the first token, which must then be a class token
-        "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
+        "mm_vision_select_feature": feature,
         "mm_use_im_start_end": False,
         # LLaVA's loader takes a missing key for true, and adds a row
         "mm_use_im_patch_token": False,
-        **_image_keys(about, layout),
+        **_image_keys(about, models.layout),
         "tune_mm_mlp_adapter": True,
         "mmtrain": published(about),
     }
 
 
-def _image_keys(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
-    """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours,
-    which breaks ties.
-    """
+def _image_keys(about: Json, layout: ImageLayout) -> Json:
+    """Return LLaVA's settings of images; its grids are (width, height), in our order of ties."""
     if not isinstance(layout, Anyres):
         # LLaVA stretches no image
         return {"image_aspect_ratio": "pad" if about["image_fit"] == "pad" else "square"}

@@ -1,11 +1,10 @@
-"""The processor of an exported Hugging Face folder: the files that stock AutoProcessor loads, and
-their check.
+"""Write the processor of an exported folder, which stock AutoProcessor loads, and check it.
 
-RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
-                                        processor_config.json, preprocessor_config.json,
-                                        generation_config.json
+Models, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
+                                     processor_config.json, preprocessor_config.json,
+                                     generation_config.json
 messages, images --AutoProcessor--> check_processor: the token ids and pixels of training, or
-    UserError
+                                    UserError
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into
 processor_config.json).
@@ -19,11 +18,9 @@ the backend.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,31 +29,35 @@ from tokenizers import processors
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    BatchFeature,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.samples.templates import (
     PlainTemplate,
     Template,
     load_tokenizer,
-    make_template,
     with_marks,
 )
 from mmtrain.data.stream.images import ImageTransform, image_transform
-from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
-from mmtrain.exporting.published_files import copy_files, write_json
+from mmtrain.exporting.chat_template import (
+    TEMPLATE_FILE,
+    as_written,
+    documents_of,
+    exported_chat_template,
+    load_template,
+)
+from mmtrain.exporting.published_files import Json, copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.families import OWN_CACHE, llm_config
-from mmtrain.facts.model_files import generation_config, model_folder, read_json
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.model_files import optional_json, read_json
+from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
@@ -72,15 +73,8 @@ CONVERSATIONS: tuple[Turns, ...] = (
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-TEXTS: tuple[Turns, ...] = (
-    (("human", "What is this?"), ("gpt", "A red circle.")),
-    (
-        ("human", "What is this?"),
-        ("gpt", "A red circle."),
-        ("human", "And that?"),
-        ("gpt", "No\n1. é"),
-    ),
-)
+QUESTION: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
+TEXTS = (QUESTION, (*QUESTION, ("human", "And that?"), ("gpt", "No\n1. é")))
 # (width, height) of pictures, in sides of a tile
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
@@ -101,54 +95,44 @@ class ExportedProcessor:
 
 
 def write_processor(
-    stock: StockClass, config: RunConfig, encoder: ExportedEncoder, folder: Path
+    stock: StockClass, models: Models, name: str, encoder: ExportedEncoder, folder: Path
 ) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
     Raises UserError where tokenizer, template or encoder are missing or unfit for the run itself,
     and for a tokenizer that adds special tokens which cannot be switched off.
     """
-    path = config.model.llm.path
+    path, layout = models.section.llm.path, models.layout
     source = load_tokenizer(path)
-    layout = image_layout(config)
-    template = make_template(config.data.template, source, layout, sys.maxsize)
-    probe = template(Sample("probe", "probe", PROBE, (b"",), sizes=((1, 1),)))
-    # the token that ends an answer in training
-    end = [label for label in probe.labels if label != IGNORE][-1]
+    template = load_template(path, name, layout)
+    end = _end_of_answers(template, PROBE)
     tokenizer = _tokenizer_for_prompts(stock, source, template, end)
-    image_id = tokenizer.convert_tokens_to_ids(layout.image_token)
-    llm = llm_shape(path)
-    rows = llm.vocab_size
-    token_keys = {stock.image_token_key: image_id}
-    token_keys |= {
-        key: tokenizer.convert_tokens_to_ids(mark) for key, mark in stock.mark_keys.items()
-    }
+
+    # ids of its tokens, and how many rows they need
+    ids = tokenizer.convert_tokens_to_ids
+    tokens = {stock.image_token_key: layout.image_token, **stock.mark_keys}
     if stock.video_token is not None:
-        token_keys[stock.video_token_key] = tokenizer.convert_tokens_to_ids(stock.video_token)
-    new = [
-        token
-        for token in tokenizer.added_tokens_encoder
-        if token not in source.added_tokens_encoder
-    ]
-    used = tokenizer.convert_tokens_to_ids([*new, layout.image_token, tokenizer.pad_token])
-    rows_needed = max(rows, max(used) + 1)
+        tokens[stock.video_token_key] = stock.video_token
+    new = [one for one in tokenizer.added_tokens_encoder if one not in source.added_tokens_encoder]
+    llm = models.published_llm
+    used = ids([*new, layout.image_token, tokenizer.pad_token])
+    rows_needed = max(llm.vocab_size, max(used) + 1)
     _save_tokenizer(stock, tokenizer, folder)
 
-    transform = image_transform(
-        config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
-    )
+    transform = transform_of(models)
     assert transform.image_size == encoder.image_size, (
         f"{transform.image_size} pixels, encoder {encoder.image_size}"
     )
     write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
+    settings = {"processor_class": stock.processor_name, **stock.processor(models, encoder)}
     write_json(folder / "processor_config.json", settings)
 
-    generation = generation_settings(path, tokenizer, end)
+    generation = _generation_settings(models.llm_folder, tokenizer, end)
+    image_id = ids(layout.image_token)
     # the run's own LLM has no such rows, so it never says these tokens
-    unsaid = list(range(rows, rows_needed))
+    unsaid = list(range(llm.vocab_size, rows_needed))
     if llm.model_type in OWN_CACHE:
         generation["use_cache"] = False
         # answers are read again as they grow, and such a token would need a picture
@@ -156,30 +140,46 @@ def write_processor(
     if unsaid:
         generation["suppress_tokens"] = unsaid
     write_json(folder / "generation_config.json", generation)
+    token_keys = dict(zip(tokens, ids([*tokens.values()]), strict=True))
     return ExportedProcessor(
         image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock
     )
 
 
+def transform_of(models: Models) -> ImageTransform:
+    """Return the preprocessing of a run's images."""
+    name, side = models.section.vision.name, models.layout.tile_size
+    return image_transform(name, models.image_fit, tile_size=side)
+
+
+def _end_of_answers(template: Template, turns: Turns) -> int:
+    """Return the token that ends an answer in training."""
+    [(_, document)] = documents_of(template, [turns], ((1, 1),))
+    return [label for label in document.labels if label != IGNORE][-1]
+
+
 def _tokenizer_for_prompts(
     stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
 ) -> PreTrainedTokenizerBase:
-    """Copy the tokenizer, with the layout's image token and the exported template; it begins a text
-    as training does.
+    """Return a copy with the layout's image token and the exported template.
 
-    A chat template writes its own BOS, so the tokenizer must add none. The plain template's BOS is
-    the tokenizer's, or written by the exported template where the class's processor asks its
-    tokenizer for none.
+    It begins a text as training does. A chat template writes its own BOS, so the tokenizer must add
+    none. The plain template's BOS is the tokenizer's, or written by the exported template where the
+    class's processor asks its tokenizer for none.
     """
-    more = (*stock.more_tokens, *([stock.video_token] if stock.video_token else []))
     image = template.layout.image_token
-    tokenizer = _with_padding(with_marks(source, image, *more), {end, source.eos_token_id})
-    prefix = template.prefix if isinstance(template, PlainTemplate) else []
-    beginning = (
-        "" if stock.adds_special_tokens else "".join(tokenizer.convert_ids_to_tokens(prefix))
-    )
+    more = [image, *stock.more_tokens]
+    if stock.video_token:
+        more.append(stock.video_token)
+    tokenizer = _with_padding(with_marks(source, *more), {end, source.eos_token_id})
+    prefix = []
+    if isinstance(template, PlainTemplate):
+        prefix = template.prefix
+    beginning = ""
+    if not stock.adds_special_tokens:
+        beginning = "".join(tokenizer.convert_ids_to_tokens(prefix))
+        prefix = []
     tokenizer.chat_template = exported_chat_template(template, beginning)
-    prefix = prefix if stock.adds_special_tokens else []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
         before = [f"{mark}:0" for mark, _ in marks]
@@ -191,10 +191,9 @@ def _tokenizer_for_prompts(
     if tokenizer(text).input_ids != wanted:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens "
-            "to a text that "
-            f"training does not add, and stock {stock.processor_name} would keep them. "
-            "Save a fast tokenizer "
-            "(tokenizer.json) into the LLM's folder, or export with --format safetensors or llava"
+            f"to a text that training does not add, and stock {stock.processor_name} would keep "
+            "them. Save a fast tokenizer (tokenizer.json) into the LLM's folder, or export with "
+            "--format safetensors or llava"
         )
     return tokenizer
 
@@ -211,10 +210,9 @@ def _with_padding(
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
         return tokenizer
     ids = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
-    usable = (
-        name for name in (*PAD_TOKENS, tokenizer.unk_token) if ids.get(name) not in (None, *ends)
-    )
-    padding = next(usable, PAD_TOKENS[0])
+    unfit = (None, *ends)
+    names = (*PAD_TOKENS, tokenizer.unk_token)
+    padding = next((name for name in names if ids.get(name) not in unfit), PAD_TOKENS[0])
     padded = with_marks(tokenizer, padding)
     padded.add_special_tokens({"pad_token": padding})
     return padded
@@ -228,9 +226,9 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    settings = {
-        name: value for name, value in read_json(file).items() if name not in OF_THIS_LOADING
-    }
+    settings = read_json(file)
+    for name in OF_THIS_LOADING:
+        settings.pop(name, None)
     settings["processor_class"] = stock.processor_name
     # save_pretrained leaves it out: batches would be padded right
     settings["padding_side"] = tokenizer.padding_side
@@ -244,28 +242,28 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     write_json(file, settings)
 
 
-def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
+def _generation_settings(folder: Path, tokenizer: PreTrainedTokenizerBase, end: int) -> Json:
     """Return generation_config.json: greedy, ended as answers are."""
-    folder = model_folder(path)
-    own = generation_config(folder)
+    own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
-    ends = [end, tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])]
+    if not isinstance(own_ends, list):
+        own_ends = [own_ends]
+    ends = dict.fromkeys([end, tokenizer.eos_token_id, *own_ends])
+    ends.pop(None, None)
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
     if tokenizer.pad_token_id is not None:
         # behind answers that end before others; decoding drops it
         generation["pad_token_id"] = tokenizer.pad_token_id
-    distinct = list(dict.fromkeys(token for token in ends if token is not None))
-    return generation | {"eos_token_id": distinct, "do_sample": False}
+    return generation | {"eos_token_id": list(ends), "do_sample": False}
 
 
-def write_tokenizer(config: RunConfig, folder: Path) -> None:
+def write_tokenizer(models: Models, name: str, folder: Path) -> None:
     """Write tokenizer files, chat_template.jinja and generation_config.json of a run on text alone.
 
     Raises UserError where stock AutoTokenizer would not write what the run was trained on.
     """
-    copy_files(model_folder(config.model.llm.path), folder)
-    source = load_tokenizer(config.model.llm.path)
-    template = make_template(config.data.template, source, image_layout(config), sys.maxsize)
+    copy_files(models.llm_folder, folder)
+    template = load_template(models.section.llm.path, name, models.layout)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
@@ -276,34 +274,28 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
         if list(ids) != list(document.input_ids):
             raise UserError(
                 f"stock AutoTokenizer reads {turns[0][1]!r} as the tokens {ids[:40]}, but the run "
-                "was trained on "
-                f"{list(document.input_ids[:40])}. Use --format safetensors, which "
-                "exports no tokenizer"
+                f"was trained on {list(document.input_ids[:40])}. "
+                "Use --format safetensors, which exports no tokenizer"
             )
-    end = [
-        label
-        for label in template(Sample("probe", "probe", TEXTS[0], ())).labels
-        if label != IGNORE
-    ][-1]
-    write_json(
-        folder / "generation_config.json",
-        generation_settings(config.model.llm.path, tokenizer, end),
-    )
+    end = _end_of_answers(template, QUESTION)
+    generation = _generation_settings(models.llm_folder, tokenizer, end)
+    write_json(folder / "generation_config.json", generation)
 
 
 def check_processor(exported: ExportedProcessor, folder: Path) -> None:
-    """Compare the token ids and pixels of a folder's processor with those of training; raises
-    UserError.
+    """Compare the token ids and pixels of a folder's processor with those of training.
 
     The default backend gets squares of the encoder's size, which few grids enlarge. Where the class
     can resize with Pillow, that gets pictures of several shapes, and two in one conversation. The
-    folder must hold its config.json.
+    folder must hold its config.json. Raises UserError.
     """
     side = exported.transform.image_size
     stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     square = exported.layout.tiling(side, side)
-    enlarged = min(square.rows, square.columns) > 1  # by torchvision, which rounds otherwise
-    checks = [(stock, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)]
+    tolerance = TOLERANCE
+    if min(square.rows, square.columns) > 1:  # enlarged by torchvision, which rounds otherwise
+        tolerance = math.inf
+    checks = [(stock, CONVERSATIONS, [(side, side)] * 2, tolerance)]
     if exported.stock.has_pillow:
         exact = exported.stock.load_processor(folder)
         shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
@@ -313,8 +305,8 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
         if fault := _fault(processor, exported, conversations, sizes, tolerance):
             raise UserError(
                 f"{folder}: stock AutoProcessor does not make the inputs that the run was trained "
-                f"on: {fault}. Export "
-                "with --format safetensors or --format llava, which include no processor"
+                f"on: {fault}. "
+                "Export with --format safetensors or --format llava, which include no processor"
             )
 
 
@@ -325,59 +317,62 @@ def _fault(
     sizes: Sequence[tuple[int, int]],
     tolerance: float,
 ) -> str | None:
-    """Say how a processor's inputs differ from training's for conversations about noise of these
-    sizes; None: nowhere.
+    """Say how a processor's inputs differ from training's; None: nowhere.
 
-    Compares a conversation's ids whole, and as the prompt for its first answer.
+    The conversations are about noise of these sizes. The ids of each are compared whole, and as the
+    prompt for its first answer.
     """
-    transform, noise, plain = (
-        exported.transform,
-        np.random.default_rng(0),
-        isinstance(exported.template, PlainTemplate),
-    )
-    pictures = [
-        Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
-        for width, height in sizes
-    ]
+    transform = exported.transform
+    noise = np.random.default_rng(0)
+    pictures = []
+    for width, height in sizes:
+        pixels = noise.integers(0, 256, (height, width, 3), np.uint8)
+        pictures.append(Image.fromarray(pixels))
+    has_words = not isinstance(exported.template, PlainTemplate)
     for turns, document in documents_of(exported.template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
-        tiles = torch.cat(
-            [transform.cut(*pair) for pair in zip(shown, document.tilings, strict=True)]
-        )
-        needed = exported.stock.inputs(
-            transform.normalise(tiles), document.tilings, exported.layout
-        )
+        tiles = transform.normalise(torch.cat([*map(transform.cut, shown, document.tilings)]))
+        needed = exported.stock.inputs(tiles, document.tilings, exported.layout)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
-        cases = [(turns[:1], document.input_ids[:begin])] + (
-            [] if plain else [(turns, document.input_ids)]
-        )
+        cases = [(turns[:1], document.input_ids[:begin])]
+        if has_words:
+            cases.append((turns, document.input_ids))
         for asked, trained in cases:
-            messages = _messages(asked, words=not plain)
             text = processor.apply_chat_template(
-                messages, add_generation_prompt=len(asked) == 1, tokenize=False
+                _messages(asked, has_words), add_generation_prompt=len(asked) == 1, tokenize=False
             )
             inputs = processor(text=text, images=[shown], return_tensors="pt")
-            for name, tensor in needed.items():
-                if name not in inputs or inputs[name].shape != tensor.shape:
-                    shape = tuple(inputs[name].shape) if name in inputs else None
-                    return f"{name} has shape {shape}, but training has {tuple(tensor.shape)}"
-                difference = float((inputs[name] - tensor).abs().max())
-                if not difference <= tolerance:
-                    return f"{name} differ by {difference:g}"
+            if fault := _tensor_fault(inputs, needed, tolerance):
+                return fault
             ids = inputs["input_ids"][0].tolist()
-            wanted = [
-                exported.image_token_id if token == IMAGE_POSITION else token for token in trained
-            ]
+            wanted = as_written(trained, exported.image_token_id)
             if ids != wanted:
                 return f"{text!r} becomes the tokens {ids[:40]}, but training has {wanted[:40]}"
     return None
 
 
+def _tensor_fault(
+    inputs: BatchFeature, needed: dict[str, torch.Tensor], tolerance: float
+) -> str | None:
+    """Say which input differs by more than `tolerance`, or in shape; None: none."""
+    for name, tensor in needed.items():
+        shape = None
+        if name in inputs:
+            shape = tuple(inputs[name].shape)
+        if shape != tensor.shape:
+            return f"{name} has shape {shape}, but training has {tuple(tensor.shape)}"
+        difference = float((inputs[name] - tensor).abs().max())
+        if not difference <= tolerance:
+            return f"{name} differ by {difference:g}"
+    return None
+
+
 def _messages(turns: Turns, words: bool) -> list[dict]:
-    """Turns as messages of image and text parts; without `words` of images alone."""
+    """Return turns as messages of image and text parts; without `words` of images alone."""
     messages = []
     for speaker, text in turns:
-        images = [{"type": "image"}] * text.count(IMAGE_MARK)
-        texts = [{"type": "text", "text": text.replace(IMAGE_MARK, "").strip()}] if words else []
-        messages.append({"role": ROLES[speaker], "content": [*images, *texts]})
+        content = [{"type": "image"}] * text.count(IMAGE_MARK)
+        if words:
+            content.append({"type": "text", "text": text.replace(IMAGE_MARK, "").strip()})
+        messages.append({"role": ROLES[speaker], "content": content})
     return messages

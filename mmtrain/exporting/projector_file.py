@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,17 +20,18 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.card import published
-from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
+from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
-from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
+from mmtrain.stock.exporters import refuse_unfit_format
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
-def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
     """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
     Scores are from the run's metrics, if they are beside it. A run on text alone has None for
@@ -40,18 +39,18 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
     """
     config, state = checkpoint.config, checkpoint.state
     section, vision = config.model.projector, config.model.vision
-    vision_width = None
+    loss = state["loss"]
+    if not isinstance(loss, int | float):  # it is not finite
+        loss = None
+    max_tiles = vision_width = None
     if vision is None:
-        llm_width = llm_shape(config.model.llm.path).hidden_size
+        llm_width = checkpoint.models.published_llm.hidden_size
     else:
-        linears = [
-            operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)
-        ]
-        first, last = (
-            tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1])
-        )
-        llm_width = last[0]
-        vision_width = first[1] // linears[0].inputs  # which are those of patches of width 1
+        max_tiles = vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)
+        linears = [layer for layer in connector(section, 1, 2) if isinstance(layer, Linear)]
+        llm_width, _ = tensors[f"{PROJECTOR}{linears[-1].name}.weight"].shape
+        _, inputs = tensors[f"{PROJECTOR}{linears[0].name}.weight"].shape
+        vision_width = inputs // linears[0].inputs  # which are those of patches of width 1
     return {
         "llm": config.model.llm.path,
         "llm_width": llm_width,
@@ -67,8 +66,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "trained": sorted(read_header(checkpoint.tensors_file)),  # names of tensors
         "template": template_name(config.data.template),
         "layout": vision and vision.layout,
-        "max_tiles": vision
-        and (vision.max_tiles or getattr(LAYOUTS[vision.layout], "max_tiles", None)),
+        "max_tiles": max_tiles,
         # (height, width) of grids in pixels; None: the layout's own
         "pinpoints": vision and vision.pinpoints,
         "image_fit": vision and config.data.image_fit,  # None too where images are cut into tiles
@@ -76,36 +74,41 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
         "max_steps": state["max_steps"],
         "data_fingerprint": state["data"]["fingerprint"],
         "frozen_fingerprint": state["frozen_fingerprint"],
-        # else it is not finite
-        "training_loss": state["loss"] if isinstance(state["loss"], int | float) else None,
+        "training_loss": loss,
         "evaluation": _evaluation(checkpoint, "eval"),
         "control": _evaluation(checkpoint, "eval_permuted"),  # with shuffled images
         "versions": state["versions"],
     }
 
 
-def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
-    """Return a run's trained tensors and the rest of its projector, fp32, by global name; raises
-    UserError.
-    """
-    file = checkpoint.tensors_file
-    projector = {
-        f"{PROJECTOR}{name}": in_memory(tensor)
-        for name, tensor in whole_projector(checkpoint).items()
-    }
-    return projector | {name: stored(name, file) for name in read_header(file)}
+def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Json]:
+    """Return `run_tensors` and `origin`; raises UserError where a format cannot hold them."""
+    tensors = run_tensors(checkpoint)
+    about = origin(checkpoint, tensors)
+    refuse_unfit_format(form, checkpoint.path, checkpoint.models, about["trained"])
+    return tensors, about
 
 
-def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
-    """Return the scores of the run's evaluation at the checkpoint's step; None if there was
-    none.
+def run_tensors(checkpoint: StepFolder) -> Sources:
+    """Return a run's trained tensors and the rest of its projector, fp32, by global name.
+
+    Raises UserError.
     """
+    tensors = {}
+    for name, tensor in whole_projector(checkpoint).items():
+        tensors[PROJECTOR + name] = in_memory(tensor)
+    for name in read_header(checkpoint.tensors_file):
+        tensors[name] = stored(name, checkpoint.tensors_file)
+    return tensors
+
+
+def _evaluation(checkpoint: StepFolder, kind: str) -> Json | None:
+    """Return the scores of the run's evaluation at the checkpoint's step; None without one."""
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
         if record.get("step") == checkpoint.step:
-            scores = {
-                name: record[name] for name in SCORES if isinstance(record.get(name), int | float)
-            }
+            numbers = [name for name in SCORES if isinstance(record.get(name), int | float)]
+            scores = {name: record[name] for name in numbers}
     return scores
 
 
@@ -115,11 +118,11 @@ def export_projector_file(checkpoint: StepFolder, folder: Path, dtype: torch.dty
     write_projector_file(origin(checkpoint, tensors), folder, tensors, dtype)
 
 
-def write_projector_file(
-    about: Mapping[str, Any], folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype
-) -> None:
+def write_projector_file(about: Json, folder: Path, tensors: Sources, dtype: torch.dtype) -> None:
     """Write tensors of a run into a folder, and their origin."""
-    file = folder / ("trained.safetensors" if about["vision"] is None else "projector.safetensors")
+    file = folder / "projector.safetensors"
+    if about["vision"] is None:
+        file = folder / "trained.safetensors"
     write_tensors(file, cast_to(dtype, tensors))
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,8 +1,7 @@
-"""The small files of an export: which ones leave the folder of a published model, and what is taken
-out of them.
+"""Copy the small files of a published model into an export, without what names code.
 
-model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON
-    that names no code
+model's folder --copy_files--> the files that stock classes read
+content --write_json--> JSON that names no code
 
 The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be
 code.
@@ -17,9 +16,10 @@ from typing import Any
 
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, optional_json
 from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
+Json = dict[str, Any]  # what a file of JSON holds
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 
@@ -48,14 +48,12 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def code_named_in(folder: Path) -> list[str]:
-    """Return "KEY in FILE" for all code that the configurations in a model's folder name; an export
-    names none.
-    """
+    """Return "KEY in FILE" for all code that the configurations in a model's folder name."""
     found = []
-    for file in (folder / name for name in (*CONFIGURATIONS, "tokenizer_config.json")):
+    for name in (*CONFIGURATIONS, "tokenizer_config.json"):
         # in which quotes inside a value are escaped
-        text = json.dumps(read_json(file)) if file.is_file() else ""
-        found += [f"{key} in {file.name}" for key in CODE_KEYS if f'"{key}":' in text]
+        text = json.dumps(optional_json(folder, name))
+        found += [f"{key} in {name}" for key in CODE_KEYS if f'"{key}":' in text]
     return found
 
 

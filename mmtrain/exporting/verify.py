@@ -1,12 +1,13 @@
-"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers
-one prompt?
+"""Compare the logits of an exported folder with mmtrain's, and answers in batches with single ones.
 
-documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised
-    positions
-          --the folder's stock class, from_pretrained(folder)---------------> the same logits,
-              within BOUND
-three prompts of different lengths --generate, one at a time--> tokens and logits
-                                   --generate, one padded batch--> the same logits, within BOUND
+documents
+    --mmtrain: the whole model as one stage, trained tensors loaded-->
+        logits at supervised positions
+    --the folder's stock class, from_pretrained(folder)-->
+        the same logits, within BOUND
+three prompts of different lengths
+    --generate, one at a time--> tokens and logits
+    --generate, one padded batch--> the same logits, within BOUND
 
 Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding
 does not hide a tensor in the wrong place. A batch adds in another order, which may swap two tokens
@@ -16,6 +17,7 @@ fp32 memory, one side after the other.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +40,6 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.stage import Stage, build_stage
@@ -69,21 +70,23 @@ class Comparison:
 def compare_logits(
     checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> tuple[Comparison, PreTrainedModel]:
-    """Compare logits on the first `count` held-out samples of the run (or of its training data, if
-    there are none).
+    """Compare logits on the first `count` held-out samples, or on training data without any.
 
     Returns the comparison and the stock model in float32. Raises UserError for data that are not
     here, and for a folder that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
-    stock, layout = exported.stock, image_layout(checkpoint.config)
-    merged = stage if exported.adapters is None else stage.vision
+    stock = exported.stock
+    merged = stage
+    if exported.adapters is not None:
+        merged = stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
     exact = {name.replace(stock.decoder_names, "llm.", 1) for name in exported.kept_in_float32}
     expected = _own_logits(stage, batches, dtype, exact)
     del stage  # memory for one of the two is enough
+
     model = _stock_model(stock, exported.folder)
     if exported.adapters is not None:
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
@@ -92,17 +95,18 @@ def compare_logits(
     difference = largest = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
-        ids, pixels = batch.input_ids, {}
+        ids = batch.input_ids
+        pixels = {}
         if batch.tiles is not None:
-            ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
-            pixels = stock.inputs(batch.tiles, batch.tilings, layout)
+            is_image = ids == IMAGE_POSITION
+            ids = ids.masked_fill(is_image, model.config.image_token_id)
+            pixels = stock.inputs(batch.tiles, batch.tilings, checkpoint.models.layout)
             if stock.mrope:
-                pixels["mm_token_type_ids"] = (batch.input_ids == IMAGE_POSITION).long()
+                pixels["mm_token_type_ids"] = is_image.long()
         with torch.no_grad():
             logits = model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels
-            ).logits
-        logits = logits[batch.labels != IGNORE]
+            ).logits[batch.labels != IGNORE]
         agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(logits)
         differences = (logits[:, : own.shape[1]] - own).abs()  # the head may have gained rows
@@ -120,17 +124,14 @@ def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    if faults := {
-        kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries
-    }:
+    faults = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
+    if faults:
         raise UserError(f"{stock.class_name} loads the exported folder with warnings: {faults}")
     return model.eval()
 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
-    """Return the first `count` undamaged samples that evaluation would read, each also as a
-    batch.
-    """
+    """Return the first `count` undamaged samples of an evaluation, each also as a batch."""
     make_demo_data(config)
     processor = Processor(config)
     catalog, numbers = evaluated_samples(config)
@@ -141,14 +142,11 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
             break
         document = catalog.faults.get(number) or processor.read(reader, number)
         if isinstance(document, Document) and any(label != IGNORE for label in document.labels):
-            length = len(document.input_ids)
-            has_grid = processor.layout.has_grid_positions
             batch = make_batch(
                 [Pack((document,))],
-                length,
-                processor.padding_id,
+                len(document.input_ids),
                 processor.decode,
-                has_grid=has_grid,
+                has_grid=processor.layout.has_grid_positions,
             )
             if batch.samples:
                 samples.append((document.sample, processor.normalised(batch)))
@@ -160,9 +158,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 def whole_model(checkpoint: StepFolder) -> Stage:
     """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
-    in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
-    # `run_tensors` has all of it
-    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})
+    config = checkpoint.config.changed(
+        {
+            "model.llm.dtype": "float32",
+            "model.vision.dtype": "float32",
+            "model.projector.init_from": None,  # `run_tensors` has all of it
+        }
+    )
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())
@@ -186,31 +188,25 @@ def batch_fault(
     # else batches are padded on the right
     if "padding_side" not in processor.tokenizer.init_kwargs:
         processor.tokenizer.padding_side = "left"
-    asked = [
-        _messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)
-    ]
-    if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
+    chosen = itertools.islice(itertools.cycle(samples), PROMPTS)
+    asked = [_messages(sample, plain, 2 * number) for number, sample in enumerate(chosen)]
+    inputs = [_inputs(processor, [messages]) for messages in asked]
+    if len({one["input_ids"].shape[1] for one in inputs}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
-    alone = [_answers(model, _inputs(processor, [messages]))[0] for messages in asked]
+        inputs = [_inputs(processor, [messages]) for messages in asked]
+    alone = [_answers(model, one)[0] for one in inputs]
     together = _answers(model, _inputs(processor, asked))
     for (wanted, wanted_logits), (given, given_logits) in zip(alone, together, strict=True):
-        agreed = next(
-            (t for t, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]),
-            len(wanted),
-        )
+        differ = [one != other for one, other in zip(wanted, given, strict=False)]
         # the logits of the first token that differs were made from the same tokens
-        seen = slice(0, agreed + 1)
-        difference = float(
-            (wanted_logits[seen] - given_logits[seen]).abs().max().nan_to_num(nan=torch.inf)
-        )
+        seen = slice(0, [*differ, True].index(True) + 1)
+        differences = (wanted_logits[seen] - given_logits[seen]).abs()
+        difference = float(differences.max().nan_to_num(nan=torch.inf))
         if difference > BOUND * max(1.0, float(wanted_logits[seen].abs().max())):
-            texts = [
-                processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)
-            ]
+            texts = processor.batch_decode([given, wanted], skip_special_tokens=True)
             return (
-                f"a batch of {PROMPTS} prompts is answered {texts[0]!r}, but one "
-                f"alone {texts[1]!r} "
-                f"(logits differ by {difference:.1e})"
+                f"a batch of {PROMPTS} prompts is answered {texts[0]!r}, but one alone "
+                f"{texts[1]!r} (logits differ by {difference:.1e})"
             )
     return None
 
@@ -218,12 +214,14 @@ def batch_fault(
 def _own_logits(
     stage: Stage, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
 ) -> list[torch.Tensor]:
-    """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to
-    `dtype`.
+    """Return mmtrain's logits (S, V) at the S supervised positions of each batch.
+
+    Weights are rounded to `dtype`, but the `exact` ones.
     """
     for name, parameter in stage.global_parameters():
         for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
-            part.copy_(part if name in exact else part.to(dtype))
+            if name not in exact:
+                part.copy_(part.to(dtype))
     logits = []
     with torch.no_grad():
         for batch in batches:
@@ -233,19 +231,18 @@ def _own_logits(
 
 
 def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
-    """A sample's first question with its pictures, and some words more."""
+    """Return a sample's first question with its pictures, and some words more."""
     question = next(text for speaker, text in sample.turns if speaker == "human")
-    pictures = [decode_image(content) for content in sample.images]
-    pictures = pictures[: max(1, question.count(IMAGE_MARK))] or [
-        Image.new("RGB", (64, 64), (128, 128, 128))
-    ]
-    text = " ".join(
-        ["" if plain else question.replace(IMAGE_MARK, "").strip(), *["a"] * words]
-    ).strip()
-    parts = [{"type": "image", "image": picture} for picture in pictures]
-    return [
-        {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
-    ]
+    pictures = list(map(decode_image, sample.images))[: max(1, question.count(IMAGE_MARK))]
+    if not pictures:
+        pictures = [Image.new("RGB", (64, 64), (128, 128, 128))]
+    content: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+    text = " a" * words
+    if not plain:
+        text = question.replace(IMAGE_MARK, "").strip() + text
+    if text.strip():
+        content.append({"type": "text", "text": text.strip()})
+    return [{"role": "user", "content": content}]
 
 
 def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) -> BatchFeature:
@@ -260,17 +257,15 @@ def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) ->
 
 
 def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
-    """Return of every prompt the new tokens up to the end mark, and their logits (T, V)."""
+    """Return the new tokens of every prompt up to the end mark, and their logits (T, V)."""
     with quiet():
         greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
         made = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
     logits = torch.stack(made.logits, dim=1).float()
     rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     ends = np.atleast_1d(model.generation_config.eos_token_id)
-    lengths = [
-        next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in rows
-    ]
-    return [
-        (row[:length], of_row[:length])
-        for row, of_row, length in zip(rows, logits, lengths, strict=True)
-    ]
+    answers = []
+    for row, of_row in zip(rows, logits, strict=True):
+        length = next((t + 1 for t, token in enumerate(row) if token in ends), len(row))
+        answers.append((row[:length], of_row[:length]))
+    return answers

@@ -1,18 +1,17 @@
-"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its
-weights.
+"""Convert a run's vision encoder exactly into the vision tower of a Hugging Face folder.
 
-encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock
-    vision model
-      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
-          the run's features
+encoder (timm ViT, or a vision model of transformers)
+    --> configuration and tensors of a stock vision model
+    --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
+        the run's features
 
 A transformers encoder is written as it is stored, unless it has registers, which classes would take
 for patches. A timm ViT gets other names; features differ by rounding alone:
-                                                    `vision_config`
+
+    encoder                                         `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
-    timm: class token                               dinov2, its layer scales 1 where the encoder has
-                                                    none
+    timm: class token                               dinov2, with layer scales of 1 if it has none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral
@@ -27,7 +26,6 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import timm
@@ -38,182 +36,140 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.model import VisionSection
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.model import ModelSection, VisionSection
 from mmtrain.exporting.language import take_merged
-from mmtrain.exporting.tensors import TensorSource, in_memory, stored
+from mmtrain.exporting.tensors import Sources, Tensors, in_memory, stored
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.encoders import FAMILIES, family_of
 from mmtrain.facts.families import encoder_config, encoder_tensors
 from mmtrain.facts.model_files import foreign_files, model_folder
+from mmtrain.facts.models import Models
 from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
-KEPT_SETTINGS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_channels",
-    ),
-    *(
-        "image_size",
-        "patch_size",
-        "hidden_act",
-        "layer_norm_eps",
-        "projection_dim",
-        "vision_use_head",
-    ),
-    # DINOv2, ViT
-    *(
-        "mlp_ratio",
-        "qkv_bias",
-        "use_swiglu_ffn",
-        "use_mask_token",
-        "pooler_output_size",
-        "pooler_act",
-    ),
-    # DINOv3
-    *(
-        "rope_theta",
-        "query_bias",
-        "key_bias",
-        "value_bias",
-        "proj_bias",
-        "mlp_bias",
-        "use_gated_mlp",
-    ),
-    # the last three InternViT's, as are:
-    *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),
-    *("use_absolute_position_embeddings", "use_mean_pooling"),
-    *("num_patches", "head_dim", "rope_parameters"),  # SigLIP 2 NaFlex, Pixtral
-    # Qwen's
-    *(
-        "depth",
-        "num_heads",
-        "in_channels",
-        "spatial_merge_size",
-        "temporal_patch_size",
-        "out_hidden_size",
-    ),
-    *(
-        "window_size",
-        "fullatt_block_indexes",
-        "num_position_embeddings",
-        "deepstack_visual_indexes",
-    ),
-    *("num_key_value_heads", "embed_dim"),
-)  # of a transformers configuration; the others are about training or about files
-# What features may come from: each computes what its stock counterpart does, or in eval mode
-# nothing.
+# Of a transformers configuration: those of many, those of DINOv2, ViT, DINOv3, InternViT, SigLIP 2
+# and Pixtral, those of Qwen. The others are about training or about files.
+KEPT_SETTINGS = """
+hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size
+patch_size hidden_act layer_norm_eps projection_dim vision_use_head
+
+mlp_ratio qkv_bias use_swiglu_ffn use_mask_token pooler_output_size pooler_act
+rope_theta query_bias key_bias value_bias proj_bias mlp_bias use_gated_mlp num_register_tokens
+attention_bias use_qk_norm norm_type use_absolute_position_embeddings use_mean_pooling
+num_patches head_dim rope_parameters
+
+depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size window_size
+fullatt_block_indexes num_position_embeddings deepstack_visual_indexes num_key_value_heads embed_dim
+"""
+# Modules that features may come from: each computes what its stock counterpart does, or in eval
+# mode nothing.
 KNOWN_MODULES = {
-    *(
-        VisionTransformer,
-        Block,
-        Attention,
-        timm.layers.Mlp,
-        timm.layers.PatchEmbed,
-        timm.layers.LayerScale,
-    ),
-    *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
-    *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
+    VisionTransformer,
+    Block,
+    Attention,
+    timm.layers.Mlp,
+    timm.layers.PatchEmbed,
+    timm.layers.LayerScale,
+    timm.layers.LayerNorm,
+    timm.layers.DropPath,
+    timm.layers.PatchDropout,
+    nn.Sequential,
+    nn.Linear,
+    nn.Conv2d,
+    nn.LayerNorm,
+    nn.Identity,
+    nn.Dropout,
 }
 
 
-def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+def encoder_for_export(models: Models, trained: Tensors) -> ExportedEncoder:
     """Return the encoder of a run as a stock vision model.
 
     A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32.
-    `trained` tensors, by global name ("vision.blocks.0.attn.qkv.weight"), replace the encoder's
-    own. Raises UserError for an encoder that no stock vision model computes exactly, for an
-    incomplete one, and for a trained tensor that it does not have.
+    `trained` tensors, by their names in the encoder, replace its own. Raises UserError for an
+    encoder that no stock vision model computes exactly, for an incomplete one, and for a trained
+    tensor that it does not have.
     """
-    name, select_layer = config.model.vision.name, config.model.vision.select_layer
-    own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
-    model = timm_model(name)
+    chosen = models.section.vision
+    model = timm_model(chosen.name)
     if model is None:
-        settings, tensors = _from_transformers(model_folder(name), own, config.model.vision)
+        settings, tensors = _from_transformers(model_folder(chosen.name), trained, chosen)
     else:
-        settings, tensors = _from_timm(model, name, own, config.model.vision.final_norm)
+        settings, tensors = _from_timm(model, chosen.name, trained, chosen.final_norm)
     family = FAMILIES[settings["model_type"]]
-    prefix_tokens = 0 if family.class_token is None else 1
-    patch_size = square(settings["patch_size"], "patches", name)
-    sizes = {"patch_size": patch_size}
-    image_size = image_layout(config).tile_size
+    image_size = models.layout.tile_size
+    patch_size = square(settings["patch_size"], "patches", chosen.name)
+    settings["patch_size"] = patch_size
     # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
     if family.native is None:
-        sizes["image_size"] = image_size
+        settings["image_size"] = image_size
     return ExportedEncoder(
-        config=settings | sizes,
+        config=settings,
         tensors=tensors,
-        feature_layer=select_layer,
-        select_strategy="default" if prefix_tokens else "full",
+        feature_layer=chosen.select_layer,
         image_size=image_size,
         patch_size=patch_size,
-        prefix_tokens=prefix_tokens,
+        prefix_tokens=0 if family.class_token is None else 1,
     )
 
 
-def merged_encoder(
-    config: RunConfig, trained: Mapping[str, TensorSource]
-) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of a run's encoder, by global name, adapters merged into their
-    layers' weights.
+def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
+    """Return the trained tensors of a run's encoder, by their names in it, adapters merged.
 
-    Raises UserError for an adapter of a layer that the encoder does not have.
+    `trained` has them by global names. Raises UserError for an adapter of a layer that the encoder
+    does not have.
     """
     waiting = dict(trained)
-    chosen, merged = config.model.vision, {}
+    merged = {}
     if any(map(is_adapter, trained)):
+        chosen = section.vision
         tower = load_vision(
             chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm
         )
         for name, parameter in tower.global_parameters():
             weight = waiting.get(name) or in_memory(parameter.detach())
-            result = take_merged(waiting, name, weight, config.model.lora, transposed=False)
+            result = take_merged(waiting, name, weight, section.lora, transposed=False)
             if result is not weight:
                 merged[name] = result
         if idle := next(filter(is_adapter, waiting), None):
             raise UserError(
                 f"{idle} was trained, but the encoder {chosen.name} has no layer of this name"
             )
-    return {name: source.read() for name, source in (waiting | merged).items()}
+    sources = waiting | merged
+    return {name.removeprefix("vision."): source.read() for name, source in sources.items()}
 
 
-def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
-    """Return the timm encoder of a run for transformers' timm_wrapper, with `trained` tensors in
-    place of its own.
+def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
+    """Return the timm encoder of a run for transformers' timm_wrapper.
 
-    timm_wrapper rebuilds it from the architecture's name and arguments. Raises UserError where that
-    computes something else.
+    `trained` tensors, by their names in the encoder, replace its own. timm_wrapper rebuilds it from
+    the architecture's name and arguments. Raises UserError where that computes something else.
     """
-    name = config.model.vision.name
+    name = models.section.vision.name
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its class has refused"
-    state = _with_trained(
-        model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
-    )
-    content = {} if is_timm_name(name) else encoder_config(model_folder(name))
+    content = {}
+    if not is_timm_name(name):
+        content = encoder_config(model_folder(name))
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
     arguments = {"global_pool": model.global_pool, **(content.get("model_args") or {})}
     arguments |= {"embed_dim": model.embed_dim, "img_size": size}
     arguments.pop("num_classes", None)  # the wrapper says that there are none
+
+    state = _with_trained(model.state_dict(), trained, name)
     with foreign_files(f"model.vision.name: {name} without its folder"):
         again = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments).eval()
-        kept = {
-            own_name: tensor for own_name, tensor in state.items() if own_name in again.state_dict()
-        }
+        kept = {own: state[own] for own in state if own in again.state_dict()}
         again.load_state_dict(kept)
         noise = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             model.eval().load_state_dict(state)
-            wanted, found = model.forward_features(noise), again.forward_features(noise)
+            wanted = model.forward_features(noise)
+            found = again.forward_features(noise)
     if not torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max())):
         raise _unfit(name, f"rebuilt as {architecture} with {arguments} computes other features")
     return ExportedEncoder(
@@ -224,9 +180,8 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
             "do_pooling": False,
             "num_classes": 0,
         },
-        tensors={f"timm_model.{own_name}": in_memory(tensor) for own_name, tensor in kept.items()},
+        tensors={f"timm_model.{own}": in_memory(tensor) for own, tensor in kept.items()},
         feature_layer=-1,
-        select_strategy="default" if model.num_prefix_tokens else "full",
         image_size=size,
         patch_size=model.patch_embed.patch_size[0],
         prefix_tokens=model.num_prefix_tokens,
@@ -234,57 +189,57 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
 
 
 def _from_transformers(
-    folder: Path, trained: Mapping[str, torch.Tensor], chosen: VisionSection
-) -> tuple[dict, dict[str, TensorSource]]:
+    folder: Path, trained: Tensors, chosen: VisionSection
+) -> tuple[dict, Sources]:
+    """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
+    place.
+    """
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
-    stock, config = model_class(family), stock_config(family, folder)
+    config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
-    files = family.own(encoder_tensors(folder, tensor_places(folder)))
-    shapes = {name: stored(*place).shape for name, place in files.items()}
+    files = family.own(encoder_tensors(folder, tensor_entries(folder)))
+    sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
-    if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
-        registers = prefix_tokens - 1
-        raise _unfit(
-            str(folder),
-            f"has {registers} register tokens, which a stock class would read as patches",
-        )
-    outer = OUTER if OUTER in family.outer else ""
+    shapes = {name: source.shape for name, source in sources.items()}
+    _refuse_registers(str(folder), family.prefix_tokens(shapes) - 1)
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
-    if with_head and not any(name.startswith("head.") for name in shapes):
+    if with_head and not any(name.startswith("head.") for name in sources):
         config.vision_use_head = False
     with torch.device("meta"):
-        model = stock(config)
+        model = model_class(family)(config)
+
     # as files have it: DINOv2's gates are one tensor there
     state = revert_weight_conversion(model, model.state_dict())
-    expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
+    expected = {family.published(name): tensor for name, tensor in state.items()}
     tensors = {}
-    for name, shape in expected.items():
-        if name not in shapes and name.startswith(unused):  # no feature comes from it
-            tensors[outer + name] = in_memory(torch.zeros(shape))
-            continue
-        if name not in shapes:
+    for name, tensor in expected.items():
+        shape = tuple(tensor.shape)
+        if name in sources:
+            tensors[name] = sources[name]
+        elif name.startswith(unused):  # no feature comes from it
+            tensors[name] = in_memory(torch.zeros(shape))
+        else:
             raise UserError(
                 f"model.vision.name: {folder} lacks the encoder's tensor {name}. "
                 "Download the folder again"
             )
-        if shapes[name] != shape:
+        if tensors[name].shape != shape:
             raise UserError(
-                f"model.vision.name: {folder} holds {name} with shape {shapes[name]}, but its "
-                f"config.json asks for {shape}. Download the folder again"
+                f"model.vision.name: {folder} holds {name} with shape {tensors[name].shape}, but "
+                f"its config.json asks for {shape}. Download the folder again"
             )
-        tensors[outer + name] = stored(*files[name])
+    own = {}
     for name, tensor in revert_weight_conversion(model, dict(trained)).items():
-        name = name.removeprefix(OUTER)
-        if name not in expected or expected[name] != tensor.shape:
-            raise UserError(
-                f"vision.{name}: trained with shape {tuple(tensor.shape)}, but {folder} "
-                "has no such tensor"
-            )
-        tensors[outer + name] = in_memory(tensor)
-    settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
+        own[name.removeprefix(OUTER)] = tensor
+    _with_trained(expected, own, str(folder))
+    for name, tensor in own.items():
+        tensors[name] = in_memory(tensor)
+    if OUTER in family.outer:
+        tensors = {OUTER + name: source for name, source in tensors.items()}
+    settings = {key: getattr(config, key) for key in KEPT_SETTINGS.split() if hasattr(config, key)}
     return {"model_type": config.model_type} | settings, tensors
 
 
@@ -292,8 +247,8 @@ def _from_transformers(
 
 
 def _from_timm(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
-) -> tuple[dict, dict[str, TensorSource]]:
+    model: nn.Module, name: str, trained: Tensors, final_norm: bool
+) -> tuple[dict, Sources]:
     """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
     ones in their place.
 
@@ -301,14 +256,9 @@ def _from_timm(
     computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
-    if model.num_prefix_tokens > model.has_class_token:
-        raise _unfit(
-            name,
-            f"has {model.num_reg_tokens} register tokens, which a stock class would "
-            "read as patches",
-        )
-    shapes = {own_name: tuple(tensor.shape) for own_name, tensor in model.state_dict().items()}
-    stock = form_of(shapes, final_norm=final_norm)
+    _refuse_registers(name, model.num_reg_tokens)
+    state = model.state_dict()
+    stock = form_of({own: tuple(state[own].shape) for own in state}, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
@@ -321,57 +271,65 @@ def _from_timm(
             "has another epsilon in its final norm than in its other norms "
             "(model.vision.final_norm)",
         )
-    state = _with_trained(model, name, trained)
-    stems = stock.front | {
-        f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
-        for block in range(len(model.blocks))
-        for own_name, stock_name in stock.block.items()
-    }
-    tensors: dict[str, torch.Tensor] = {}
-    for own_name, tensor in state.items():
-        stem, _, kind = own_name.rpartition(".")
-        if own_name.split(".")[0] in BEHIND_THE_BLOCKS:
+    state = _with_trained(state, trained, name)
+    stems = dict(stock.front)
+    for block in range(len(model.blocks)):
+        for own, stock_name in stock.block.items():
+            stems[f"blocks.{block}.{own}"] = f"{stock.blocks}.{block}.{stock_name}"
+    tensors: Tensors = {}
+    for own, tensor in state.items():
+        stem, _, kind = own.rpartition(".")
+        if own.split(".")[0] in BEHIND_THE_BLOCKS:
             continue
-        if own_name == "cls_token":
-            tensors[stems[own_name]] = tensor.flatten() if stock is CLIP else tensor
-        elif own_name == "pos_embed":
+        if own == "cls_token":
+            if stock is CLIP:
+                tensor = tensor.flatten()
+            tensors[stems[own]] = tensor
+        elif own == "pos_embed":
             if model.has_class_token and model.no_embed_class:
                 tensor = torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
-            tensors[stems[own_name]] = tensor if stock is DINOV2 else tensor[0]
+            if stock is not DINOV2:
+                tensor = tensor[0]
+            tensors[stems[own]] = tensor
         elif stem.endswith(".attn.qkv"):
-            pieces = zip("qkv", tensor.chunk(3), strict=True)
-            tensors |= {
-                f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces
-            }
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                tensors[f"{stems[stem.removesuffix('qkv') + part]}.{kind}"] = piece
+        elif kind == "gamma":
+            tensors[f"{stems[stem]}.lambda1"] = tensor
         else:
-            tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
+            tensors[f"{stems[stem]}.{kind}"] = tensor
     _fill_in(tensors, state, stock, model)
     return _timm_config(model, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
 
 
+def _refuse_registers(name: str, registers: int) -> None:
+    if registers > 0:
+        raise _unfit(
+            name, f"has {registers} register tokens, which a stock class would read as patches"
+        )
+
+
 def _fill_in(
-    tensors: dict[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    state: Tensors,
     stock: StockModel,
     model: nn.Module,
 ) -> None:
     """Add the tensors that the encoder lacks, in values that change nothing."""
     norm, width = stock.front["norm"], model.embed_dim  # behind the last block
-    # fc_norm: after pooling
-    own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)
-    if own_norm is None:
-        tensors |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": torch.zeros(width)}
-    else:
-        tensors |= {f"{norm}.{kind}": state[f"{own_norm}.{kind}"] for kind in ("weight", "bias")}
+    neutral = {"weight": torch.ones(width), "bias": torch.zeros(width)}
+    for kind in neutral:
+        # fc_norm: after pooling
+        pooled = state.get(f"fc_norm.{kind}", neutral[kind])
+        tensors[f"{norm}.{kind}"] = state.get(f"norm.{kind}", pooled)
     if stock is DINOV2 and type(model.blocks[0].ls1) is nn.Identity:
         for block in range(len(model.blocks)):
             for scale in ("layer_scale1", "layer_scale2"):
                 tensors[f"{stock.blocks}.{block}.{scale}.lambda1"] = torch.ones(width)
-    stems = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    lacking = [
-        stem for stem in stems if stem not in stock.unbiased and f"{stem}.bias" not in tensors
-    ]
-    tensors |= {f"{stem}.bias": torch.zeros(len(tensors[f"{stem}.weight"])) for stem in lacking}
+    for name, tensor in list(tensors.items()):
+        stem, _, kind = name.rpartition(".")
+        if kind == "weight" and stem not in stock.unbiased:
+            tensors.setdefault(f"{stem}.bias", torch.zeros(len(tensor)))
 
 
 def _unfit(name: str, why: str) -> UserError:
@@ -380,8 +338,7 @@ def _unfit(name: str, why: str) -> UserError:
     """
     return UserError(
         f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model "
-        "that a stock class "
-        f"takes. {WHAT_WORKS}"
+        f"that a stock class takes. {WHAT_WORKS}"
     )
 
 
@@ -391,29 +348,24 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
         parts = path.split(".")
         if parts[0] in BEHIND_THE_BLOCKS:
             continue
-        usable = (
-            _activation(module) is not None
-            if path.endswith("mlp.act")
-            else type(module) in KNOWN_MODULES
-        )
+        usable = type(module) in KNOWN_MODULES
+        if path.endswith("mlp.act"):
+            usable = _activation(module) is not None
         if isinstance(module, nn.LayerNorm):
             epsilons.add(module.eps)
             usable &= parts[-1] in ("norm_pre", "norm1", "norm2")
+        kind = type(module).__name__
+        if not usable and not path:
+            raise _unfit(name, f"is a {kind}, not a plain ViT")
         if not usable:
-            kind = type(module).__name__
-            raise _unfit(
-                name, f"has a {kind} as {path}" if path else f"is a {kind}, not a plain ViT"
-            )
+            raise _unfit(name, f"has a {kind} as {path}")
     if len(epsilons) > 1:
-        raise _unfit(
-            name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}"
-        )
+        listed = ", ".join(map(str, sorted(epsilons)))
+        raise _unfit(name, f"normalises with several epsilons, {listed}")
 
 
 def _activation(module: nn.Module) -> str | None:
-    """transformers' name of an activation function (`hidden_act`), or None for one without an exact
-    counterpart.
-    """
+    """Return transformers' name of an activation (`hidden_act`); None without an exact one."""
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
     layers = timm.layers
@@ -441,24 +393,21 @@ def _timm_config(model: nn.Module, stock: StockModel) -> dict:
     wide = block.mlp.fc1.out_features
     if stock is DINOV2:
         return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
-    return (
-        config
-        | {"intermediate_size": wide}
-        | ({"vision_use_head": False} if stock is SIGLIP else {})
-    )
+    config["intermediate_size"] = wide
+    if stock is SIGLIP:
+        config["vision_use_head"] = False
+    return config
 
 
-def _with_trained(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """A timm encoder's tensors, `trained` in the place of its own; raises UserError for one that it
-    does not have.
+def _with_trained(state: Tensors, trained: Tensors, encoder: str) -> Tensors:
+    """Return the tensors of an encoder with `trained` ones in their place.
+
+    Raises UserError for one that it does not have.
     """
-    state = model.state_dict()
-    for own_name, tensor in trained.items():
-        if own_name not in state or state[own_name].shape != tensor.shape:
+    for name, tensor in trained.items():
+        if name not in state or state[name].shape != tensor.shape:
             raise UserError(
-                f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, but {name} "
+                f"vision.{name}: trained with shape {tuple(tensor.shape)}, but {encoder} "
                 "has no such tensor"
             )
-    return state | trained
+    return {**state, **trained}

@@ -28,13 +28,15 @@ ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
 def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
-    """Tokens that a tensor (..., features) holds; 0 without it."""
-    return math.prod(tensors[name][:-1]) if name in tensors else 0
+    """Return the number of tokens that a tensor (..., features) holds; 0 without it."""
+    if name not in tensors:
+        return 0
+    return math.prod(tensors[name][:-1])
 
 
 @dataclass(frozen=True)
 class NativeInput:
-    """How an encoder that takes images of any size is called."""
+    """The arguments of an encoder that takes images of any size."""
 
     # order of a patch's values, or pictures instead of patches
     patches: PatchOrder | Literal["picture"]
@@ -42,7 +44,7 @@ class NativeInput:
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     # its merger's last weight, from which the width of what it makes is read
     merged: str | None = None
-    is_lfm2: bool = False  # `Native.is_lfm2`, as its stock class's processor resizes
+    is_capped: bool = False  # of its layout, `Native`, as its stock class's processor resizes
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class EncoderFamily:
         return name
 
     def unused(self, final_norm: bool, source: str, merger: bool = False) -> tuple[str, ...]:
-        """Return what no feature comes from, as beginnings of names.
+        """Return beginnings of the names of tensors that no feature comes from.
 
         Raises UserError for a norm or a merger that is not there.
         """
@@ -89,23 +91,28 @@ class EncoderFamily:
                 f"model.vision.final_norm: {source} has no final norm over its patches. "
                 "Leave final_norm out."
             )
-        beside = (*self.beside, "merger.") if has_merger and not merger else self.beside
-        return beside if final_norm or self.norm is None else (*beside, self.norm)
+        unused = self.beside
+        if has_merger and not merger:
+            unused += ("merger.",)
+        if self.norm is not None and not final_norm:
+            unused += (self.norm,)
+        return unused
 
     def prefix_tokens(self, tensors: Mapping[str, Shape]) -> int:
-        """Class and register tokens, from the encoder's own tensors."""
+        """Count class and register tokens, from the encoder's own tensors."""
         return sum(rows(tensors, name) for name in (self.class_token, *self.registers))
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Select the encoder's tensors of a file, by published name."""
-        outer = next(
-            (outer for outer in self.outer if any(name.startswith(outer) for name in tensors)), ""
-        )
-        return {
-            self.published(name.removeprefix(outer)): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(outer) and not name.endswith(".position_ids")
-        }
+        prefix = ""
+        for outer in reversed(self.outer):
+            if any(name.startswith(outer) for name in tensors):
+                prefix = outer
+        own = {}
+        for name, tensor in tensors.items():
+            if name.startswith(prefix) and not name.endswith(".position_ids"):
+                own[self.published(name.removeprefix(prefix))] = tensor
+        return own
 
 
 _PROJECTIONS = (
@@ -132,7 +139,7 @@ _NAFLEX = replace(
     model="Siglip2VisionModel",
     positions=None,  # resized to each image's grid
     image_size=16,
-    native=NativeInput("dy dx c", "equal", is_lfm2=True),
+    native=NativeInput("dy dx c", "equal", is_capped=True),
 )
 _PIXTRAL = EncoderFamily(
     model="PixtralVisionModel",
@@ -233,6 +240,23 @@ _INTERN_VIT = replace(
     image_size=448,
     depth=24,
 )
+# of multimodal classes whose LLMs take M-RoPE
+MROPE_ENCODERS = {
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN25,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": replace(_QWEN3, model="Qwen3VLMoeVisionModel"),
+    "qwen3_5": replace(_QWEN3, model="Qwen3_5VisionModel", beside=()),
+    "qwen3_5_moe": replace(_QWEN3, model="Qwen3_5MoeVisionModel", beside=()),
+    "glm4v": _GLM,
+    "glm4v_moe": replace(_GLM, model="Glm4vMoeVisionModel"),
+    "glm_ocr": replace(_GLM, model="GlmOcrVisionModel"),
+    "paddleocr_vl": _PADDLE,
+}
+_WHOLES = {
+    **MROPE_ENCODERS,
+    "exaone4_5": replace(_QWEN25, model="Exaone4_5_VisionModel"),
+}
 FAMILIES = {
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
@@ -240,26 +264,9 @@ FAMILIES = {
     "siglip2": _NAFLEX,
     "siglip2_vision_model": _NAFLEX,
     "pixtral": _PIXTRAL,
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN25),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3),
-    **dict.fromkeys(
-        ("qwen3_vl_moe", "qwen3_vl_moe_vision"), replace(_QWEN3, model="Qwen3VLMoeVisionModel")
-    ),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_vision"), replace(_QWEN3, model="Qwen3_5VisionModel", beside=())
-    ),
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_vision"),
-        replace(_QWEN3, model="Qwen3_5MoeVisionModel", beside=()),
-    ),
-    **dict.fromkeys(
-        ("exaone4_5", "exaone4_5_vision"), replace(_QWEN25, model="Exaone4_5_VisionModel")
-    ),
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_vision"), _GLM),
-    **dict.fromkeys(("glm4v_moe", "glm4v_moe_vision"), replace(_GLM, model="Glm4vMoeVisionModel")),
-    **dict.fromkeys(("glm_ocr", "glm_ocr_vision"), replace(_GLM, model="GlmOcrVisionModel")),
-    **dict.fromkeys(("paddleocr_vl", "paddleocr_vl_vision"), _PADDLE),
+    **_WHOLES,
+    **{f"{kind}_vision": family for kind, family in _WHOLES.items()},
+    "glm46v": _GLM,
     "video_llama_3_vision": _VIDEO_LLAMA,
     "mlcd_vision_model": _MLCD,
     "moonvit": _MOONVIT,
@@ -288,11 +295,9 @@ FAMILIES = {
         beside=("pooler.", "embeddings.mask_token"),
         outer=("vit.",),
         in_memory=(
-            *(
-                ("layers.", "encoder.layer."),
-                (".mlp.fc1.", ".intermediate.dense."),
-                (".mlp.fc2.", ".output.dense."),
-            ),
+            ("layers.", "encoder.layer."),
+            (".mlp.fc1.", ".intermediate.dense."),
+            (".mlp.fc2.", ".output.dense."),
             *_PROJECTIONS,
         ),
     ),
@@ -320,39 +325,26 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     first = {family.model: kind for kind, family in reversed(FAMILIES.items())}
     raise UserError(
         f"model.vision.name: {source} has model_type {shown}, which is not a known vision encoder; "
-        "sound is not read. "
-        "Name a timm model (config.json with an architecture; "
-        "RADIO is vit_*_radio_v3 and _v4), or one of "
-        f"{', '.join(sorted(first.values()))}"
+        "sound is not read. Name a timm model (config.json with an architecture; "
+        f"RADIO is vit_*_radio_v3 and _v4), or one of {', '.join(sorted(first.values()))}"
     )
 
 
 def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str) -> None:
     """Raise UserError for a timm model that is no stack of equal blocks over equal patches."""
-    width = next(iter(tensors.get("patch_embed.proj.weight", ())), 0)
-    norms = [
-        shape
-        for name, shape in tensors.items()
-        if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)
-    ]
-    is_hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
-    # SAM: maps instead of sequences
-    has_windows = any(name.endswith(".attn.rel_pos_h") for name in tensors)
     if architecture.startswith("naflexvit"):
         raise UserError(
             f"model.vision.name: {source} is timm's form of an encoder of any image size. "
-            "Name the same weights for "
-            "transformers, e.g. google/siglip2-so400m-patch16-naflex"
+            "Name the same weights for transformers, e.g. google/siglip2-so400m-patch16-naflex"
         )
-    if (
-        not width
-        or not norms
-        or is_hybrid
-        or has_windows
-        or any(norm != (width,) for norm in norms)
-    ):
+    width = tensors.get("patch_embed.proj.weight", ())[:1]
+    norm = re.compile(r"blocks\.\d+\.norm1\.weight")
+    norms = {tensors[name] for name in tensors if norm.fullmatch(name)}
+    # a hybrid, or SAM, which has maps instead of sequences
+    odd = re.compile(r"patch_embed\.backbone\..*|.*\.attn\.rel_pos_h")
+    if not width or norms != {width} or any(map(odd.fullmatch, tensors)):
         raise UserError(
             f"model.vision.name: {source} is not a plain vision transformer ({architecture}): "
-            "its features are no grid "
-            "of equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
+            "its features are no grid of equal patches. "
+            "Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
         )

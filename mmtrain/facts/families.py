@@ -1,5 +1,4 @@
-"""What differs between LLM families before any weight is read: which ones can be staged, and how
-they name parameters.
+"""Differences between LLM families before any weight is read: names of parameters, what is refused.
 
 Global names are the same for every family, so a trainable pattern such as `llm.layers.31` or
 `llm.head` works for all:
@@ -26,8 +25,9 @@ from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.facts.model_files import DEQUANTISED, Shape, read_json
-from mmtrain.facts.settings import check_layers
+from mmtrain.facts.encoders import MROPE_ENCODERS
+from mmtrain.facts.model_files import DEQUANTISED, Shape, model_config
+from mmtrain.facts.settings import SYNONYMS, check_layers
 
 T = TypeVar("T")
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.|language_model\.)?"
@@ -75,6 +75,12 @@ _NOT_LOADED = re.compile(r"(?:model\.)?mtp\.")  # multi-token prediction: Qwen3-
 _JOINED_CONVOLUTION = re.compile(r"\.[qkv]_(conv1d\.weight)")
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+# experts that are one tensor on disk, too
+_FUSED_EXPERTS = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.router.layer.weight": ".block_sparse_moe.router.weight",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+}
 
 _UNFIT = {
     **dict.fromkeys(
@@ -97,51 +103,46 @@ _WHAT_WORKS = (
 )
 MAX_EXPERTS = 100_000
 TIED_BY_DEFAULT = {
-    *(
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cohere_compass_text",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "gemma",
-        "gemma2",
-    ),
-    *(
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox_japanese",
-    ),
-    *(
-        "granite_swa",
-        "jetmoe",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "minicpm3",
-        "modernbert-decoder",
-        "opt",
-        "smollm3",
-    ),
-    *("gemma4_unified_text", "starcoder2", "vaultgemma", "xglm", "youtu", "zaya"),
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "granite_swa",
+    "jetmoe",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "minicpm3",
+    "modernbert-decoder",
+    "opt",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+    "xglm",
+    "youtu",
+    "zaya",
 }
 """Families whose LM head is the embedding where config.json does not say tie_word_embeddings."""
 # families that take no cache of those which multimodal classes generate with
 OWN_CACHE = ("minimax",)
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text", "minimax"}
-"""Families whose last decoder layer cannot be run for supervised tokens alone, as
-modules.parity.takes_rows finds.
-"""
+"""Families whose last decoder layer cannot run for supervised tokens alone (`takes_rows`)."""
 
 
 def check_family(config_json: dict[str, Any]) -> None:
-    """Raise UserError for what cannot be staged or packed, by name, from a model's raw
-    `config.json`.
-    """
+    """Raise UserError for an LLM that cannot be staged or packed, from its raw config.json."""
     family = config_json.get("model_type")
     if not family:
         raise UserError(
@@ -150,9 +151,12 @@ def check_family(config_json: dict[str, Any]) -> None:
         )
     if config_json.get("is_encoder_decoder"):
         raise UserError(f"{family} is an encoder-decoder. {_WHAT_WORKS}")
-    text, vision = config_json.get("text_config"), config_json.get("vision_config")
+    text = config_json.get("text_config")
+    vision = config_json.get("vision_config")
     if text is not None or vision is not None:  # Qwen2-VL's first files have the latter alone
-        inner = "its own" if text is None else text.get("model_type", "unknown")
+        inner = "its own"
+        if text is not None:
+            inner = text.get("model_type", "unknown")
         raise UserError(
             f"{family} is a multimodal model around a text model ({inner}). "
             "Name the folder of the text model alone"
@@ -163,8 +167,7 @@ def check_family(config_json: dict[str, Any]) -> None:
     if (method := quantised_by(config_json)) is not None:
         raise UserError(
             f"{family}: this checkpoint is quantised ({method}), but gradients must flow "
-            "through its layers. "
-            f"{DEQUANTISED}"
+            f"through its layers. {DEQUANTISED}"
         )
 
 
@@ -173,44 +176,30 @@ def refuse_without_mrope(family: str, source: str) -> None:
     if family not in MROPE_MODELS:
         raise UserError(
             f"{source}: model.vision.layout needs M-RoPE, which transformers does not have for "
-            f"{family}. Name an LLM "
-            f"of {', '.join(MROPE_MODELS)}, or set another layout"
+            f"{family}. Name an LLM of {', '.join(MROPE_MODELS)}, or set another layout"
         )
 
 
 def quantised_by(config_json: Mapping[str, Any]) -> str | None:
-    """How a checkpoint is quantised, from its raw config.json; None if it is not."""
-    for key in ("quantization_config", "compression_config"):
-        if settings := config_json.get(key):
+    """Return a checkpoint's method of quantisation, from its raw config.json; None: it has none."""
+    for settings in map(config_json.get, SYNONYMS["quantisation"]):
+        if settings:
             return escape(str(settings.get("quant_method") or "unknown"))
     return None
 
 
 def remote_code(config_json: dict[str, Any]) -> str:
-    """Why a model cannot be read whose config.json names code in its folder; empty where it names
-    none.
-    """
+    """Explain that a model needs code from its folder; empty where its config.json names none."""
     if not config_json.get("auto_map"):
         return ""
     return (
         "auto_map in config.json says that it needs code from its folder, which mmtrain never "
-        "runs. Use its release "
-        "for transformers' own classes; its name often ends in -hf"
+        "runs. Use its release for transformers' own classes; its name often ends in -hf"
     )
 
 
-def layer_kinds(config_json: dict[str, Any]) -> list[str]:
-    """The kind of every decoder layer as config.json lists it (`full_attention`, `conv`, ...);
-    empty if it does not.
-    """
-    for key in ("layer_types", "layers_block_type", "block_types"):
-        if config_json.get(key):
-            return config_json[key]
-    return []
-
-
 def canonical_name(stock_name: str) -> str:
-    """Global name of a parameter of a stock causal LM (`model.layers.3.X` -> `llm.layers.3.X`)."""
+    """Return the global name of a stock causal LM's parameter."""
     if match := _LAYER.fullmatch(stock_name):
         return f"llm.layers.{match[1]}.{match[2]}"
     for pattern, name in ((_EMBEDDING, "embedding"), (_NORM, "norm"), (_HEAD, "head")):
@@ -220,75 +209,76 @@ def canonical_name(stock_name: str) -> str:
 
 
 def full_names(model_type: str, names: Collection[str]) -> dict[str, str]:
-    """Map an LLM's names on disk to those with the prefix that files saved without the LM head
-    lack.
-    """
-    prefix = BASE_PREFIX.get(model_type, "model.")
+    """Map an LLM's names on disk to those with a prefix, which files without the LM head lack."""
+    full = dict(zip(names, names, strict=True))
     if any(canonical_name(name).startswith("llm.layers.") for name in names):
-        prefix = ""
-    return {name: name if _HEAD.fullmatch(name) else prefix + name for name in names}
+        return full
+    for name in names:
+        if not _HEAD.fullmatch(name):
+            full[name] = BASE_PREFIX.get(model_type, "model.") + name
+    return full
 
 
 def loaded_name(model_type: str, name: str) -> str:
-    """Return the stock model's name of a tensor that its files call `name` and that is loaded
-    alone.
-    """
+    """Return the stock model's name of a tensor that its files call `name`."""
     for pattern, renamed in _RENAMED.get(model_type, ()):
         name = re.sub(pattern, renamed, name)
     return name
 
 
 def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, Shape]:
-    """The stock model's parameters from the tensors of its files: buffers left out, expert weights
-    fused.
+    """Return the stock model's parameters from the tensors of its files.
 
-    transformers 5 has the experts of a layer in `experts.gate_up_proj` (E, 2I, D) and
-    `experts.down_proj` (E, D, I), checkpoints one tensor per expert.
+    Buffers are left out, expert weights fused: transformers 5 has the experts of a layer in
+    `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I), checkpoints one tensor per
+    expert.
     """
     parameters: dict[str, Shape] = {}
-    for on_disk, name in full_names(model_type, tensors).items():
-        name, shape = loaded_name(model_type, name), tensors[on_disk]
+    for on_disk, full_name in full_names(model_type, tensors).items():
+        name = loaded_name(model_type, full_name)
+        shape = tensors[on_disk]
         if _BUFFER.fullmatch(name) or _NOT_LOADED.match(name):
             continue
         if _JOINED_CONVOLUTION.search(name):
             name = _JOINED_CONVOLUTION.sub(r".\1", name)
             shape = (shape[0] + parameters.get(name, (0,))[0], *shape[1:])
-        name = name.replace(
-            ".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"
-        )
-        name = name.replace(
-            ".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"
-        )
-        name = name.replace(
-            ".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"
-        )
+        for stored, loaded in _FUSED_EXPERTS.items():
+            name = name.replace(stored, loaded)
         expert = _EXPERT.fullmatch(name)
-        if expert is None:
-            parameters[name] = shape
-            continue
-        if len(shape) != 2 or int(expert[2]) >= MAX_EXPERTS:
-            raise UserError(
-                f"{name} has shape {shape}, which is no expert's matrix. Download the weights again"
-            )
-        rows, columns = shape
-        if expert[3] in ("down_proj", "w2"):
-            fused, rows_per_expert = f"{expert[1]}.down_proj", rows
-        elif model_type == "nemotron_h":  # its experts have no gate
-            fused, rows_per_expert = f"{expert[1]}.up_proj", rows
-        else:
-            fused, rows_per_expert = f"{expert[1]}.gate_up_proj", 2 * rows
-        experts = max(int(expert[2]) + 1, parameters.get(fused, (0,))[0])
-        parameters[fused] = (experts, rows_per_expert, columns)
+        if expert is not None:
+            name, shape = _fused(model_type, expert, shape, parameters)
+        parameters[name] = shape
     if model_type in ("minimax", "minimax_m2", "mixtral"):
-        return {
-            name.replace(".block_sparse_moe.", ".mlp."): shape for name, shape in parameters.items()
-        }
+        names = [name.replace(".block_sparse_moe.", ".mlp.") for name in parameters]
+        return dict(zip(names, parameters.values(), strict=True))
     return parameters
 
 
-_QWENS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
-# whose text models are NAME_text
-_WITH_MROPE = *_QWENS, "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"
+def _fused(
+    model_type: str,
+    expert: re.Match[str],
+    shape: Shape,
+    parameters: Mapping[str, Shape],
+) -> tuple[str, Shape]:
+    """Return name and shape of the tensor that holds this expert and those in `parameters`."""
+    layer, number, matrix = expert.groups()
+    if len(shape) != 2 or int(number) >= MAX_EXPERTS:
+        raise UserError(
+            f"{expert[0]} has shape {shape}, which is no expert's matrix. "
+            "Download the weights again"
+        )
+    rows, columns = shape
+    if matrix in ("down_proj", "w2"):
+        name = f"{layer}.down_proj"
+    elif model_type == "nemotron_h":  # its experts have no gate
+        name = f"{layer}.up_proj"
+    else:
+        name = f"{layer}.gate_up_proj"
+        rows *= 2
+    experts = max(int(number) + 1, parameters.get(name, (0,))[0])
+    return name, (experts, rows, columns)
+
+
 # Multimodal classes by model_type, and tie_word_embeddings where config.json lacks it; None: as
 # text_config has it.
 MULTIMODAL_MODELS = {
@@ -307,14 +297,14 @@ MULTIMODAL_MODELS = {
     "hyperclovax_vision_v2": True,
     "video_llama_3": False,
     "exaone4_5": False,
-    **dict.fromkeys((*_WITH_MROPE, "glm46v"), False),
+    **dict.fromkeys((*MROPE_ENCODERS, "glm46v"), False),
     "paddleocr_vl": True,
 }
 # model_type of an LLM: that of the multimodal class which runs it with M-RoPE.
 MROPE_MODELS = {
     "qwen2": "qwen2_vl",
     "qwen3": "qwen3_vl",
-    **{f"{kind}_text": kind for kind in _WITH_MROPE},
+    **{f"{kind}_text": kind for kind in MROPE_ENCODERS},
 }
 # How many of 64 rotary frequencies turn by row and by column, for LLMs that were published without
 # M-RoPE.
@@ -369,10 +359,11 @@ _ENCODER = re.compile(
 
 
 def llm_config(folder: Path) -> dict[str, Any]:
-    """config.json of the causal LM in `folder`, which may be a whole model's; raises UserError
-    where that lacks it.
+    """Return config.json of the causal LM in `folder`, which may be a whole model's.
+
+    Raises UserError where that lacks it.
     """
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     if content.get("model_type") not in MULTIMODAL_MODELS:
         return content
     text = content.get("text_config")
@@ -395,49 +386,44 @@ def llm_config(folder: Path) -> dict[str, Any]:
 
 
 def _plain_scales(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys by which a text model scales what multimodal classes do not, with values that
-    change nothing.
+    """Return the keys by which a text model alone scales, with values that change nothing.
+
+    Multimodal classes do not scale by them.
     """
     family = text["model_type"]
     plain = {**PLAIN_HEAD, TOKEN_SCALES.get(family, ""): 1.0}
-    return {
-        key: value
-        for key, value in plain.items()
-        if key in text or key == _SCALED_BY_DEFAULT.get(family)
-    }
+    used = {*text, _SCALED_BY_DEFAULT.get(family)}
+    return {key: value for key, value in plain.items() if key in used}
 
 
 def scaled_by(text: Mapping[str, Any]) -> str:
-    """Return a key by which a text model scales or caps what multimodal classes do not; "" if there
-    is none.
-    """
-    return next(
-        (
-            key
-            for key, plain in _plain_scales(text).items()
-            if text.get(key, key) not in (None, plain)
-        ),
-        "",
-    )
+    """Return a key by which a text model, but no multimodal class, scales or caps; "": none."""
+    for key, plain in _plain_scales(text).items():
+        if text.get(key, key) not in (None, plain):
+            return key
+    return ""
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Select the LLM's tensors from a multimodal checkpoint and strip their prefix; raises
-    UserError if it has two.
+    """Select the LLM's tensors from a multimodal checkpoint and strip their prefix.
+
+    Raises UserError if it has two LLMs.
     """
     if not holds_parts(folder):
         return dict(tensors)
-    base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
+
+    prefix = base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
     # Qwen2.5-VL's
     is_bare = any(_LAYER.fullmatch(name) and not _LLM.match(name) for name in tensors)
-    prefix = base if is_bare else _one_prefix(_LLM, tensors, folder)
+    if not is_bare:
+        prefix = _one_prefix(_LLM, tensors, folder)
     own: dict[str, T] = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
-        is_head = canonical_name(inner).startswith("llm.head.")
-        if not is_head and inner == name:
-            continue
-        inner = inner if is_head else base + inner.removeprefix(base)
+        if not canonical_name(inner).startswith("llm.head."):
+            if inner == name:
+                continue
+            inner = base + inner.removeprefix(base)
         if inner in own:
             raise UserError(
                 f"{folder}: {escape(name)} is stored twice, under two names. "
@@ -448,17 +434,16 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def encoder_config(folder: Path) -> dict[str, Any]:
-    """config.json of the encoder in `folder`, which may be a whole model's; a timm encoder's has an
-    architecture.
+    """Return config.json of the encoder in `folder`, which may be a whole model's.
 
-    Raises UserError for weights that are quantised.
+    A timm encoder's has an architecture. Raises UserError for weights that are quantised.
     """
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     if (method := quantised_by(content)) is not None:
         raise UserError(f"{folder} cannot be used: it is quantised ({method}). {DEQUANTISED}")
     if not holds_encoder(folder):
         return content
-    # Qwen2-VL's has none
+    # Qwen2-VL's vision_config has no model_type
     vision = {"model_type": content["model_type"], **_part(content, "vision_config", folder)}
     kind = vision["model_type"]
     if kind == "timm_wrapper":
@@ -470,23 +455,21 @@ def encoder_config(folder: Path) -> dict[str, Any]:
 
 def encoder_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     """Select the encoder's tensors from a multimodal checkpoint and strip their prefix."""
-    prefix = _one_prefix(_ENCODER, tensors, folder) if holds_encoder(folder) else ""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def holds_encoder(folder: Path) -> bool:
-    """Whether a folder holds a whole model whose encoder can be read."""
-    content = read_json(folder / "config.json")
-    return content.get("model_type") in MULTIMODAL_MODELS and "vision_config" in content
+    if not holds_encoder(folder):
+        return dict(tensors)
+    prefix = _one_prefix(_ENCODER, tensors, folder)
+    own = filter(lambda name: name.startswith(prefix), tensors)
+    return {name.removeprefix(prefix): tensors[name] for name in own}
 
 
 def holds_parts(folder: Path) -> bool:
     """Whether a folder holds a whole model whose LLM can be read."""
-    return read_json(folder / "config.json").get("model_type") in MULTIMODAL_MODELS
+    return model_config(folder).get("model_type") in MULTIMODAL_MODELS
+
+
+def holds_encoder(folder: Path) -> bool:
+    """Whether a folder holds a whole model whose encoder can be read."""
+    return holds_parts(folder) and "vision_config" in model_config(folder)
 
 
 def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:
@@ -496,13 +479,11 @@ def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, A
 
 
 def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path) -> str:
-    prefixes = sorted({match[1] for name in names if (match := pattern.match(name))})
+    prefixes = sorted({match[1] for match in map(pattern.match, names) if match})
     if len(prefixes) == 1:
         return prefixes[0]
     part = "an LLM" if pattern is _LLM else "an encoder"
-    problem = (
-        f"holds {part} twice ({' and '.join(prefixes)})"
-        if prefixes
-        else f"it lacks the weights of {part}"
-    )
+    problem = f"it lacks the weights of {part}"
+    if prefixes:
+        problem = f"holds {part} twice ({' and '.join(prefixes)})"
     raise UserError(f"{folder}: {problem}. Download the folder again")

@@ -1,5 +1,4 @@
-"""Where a model's files lie and which tensors they hold, read without torch, transformers or the
-network.
+"""A model's files and the tensors in them, read without torch, transformers or the network.
 
 A model is a folder, or a hub id whose snapshot lies in the local Hugging Face cache. Tensor shapes
 come from the headers of its safetensors files, so a 70B checkpoint is described by reading a few
@@ -23,12 +22,12 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
 from mmtrain.facts.settings import check_settings
 
+CONFIG = "config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 _STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
 DEQUANTISED = (
     "Use its release in bfloat16 or, where its publisher has none (DeepSeek-V3, gpt-oss), a "
-    "bfloat16 copy of it on "
-    "the hub"
+    "bfloat16 copy of it on the hub"
 )
 _BUFFER = re.compile(
     r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)"
@@ -50,48 +49,47 @@ def is_demo(name: str) -> bool:
 
 
 def demo_model(name: str) -> Path:
-    """The folder of `demo:llm` or another of MODELS; raises UserError for another name."""
+    """Return the folder of `demo:llm` or another of MODELS; raises UserError for another name."""
     model = name.removeprefix(PREFIX)
     if model not in MODELS:
-        raise UserError(
-            f"{name}: the demo has no such model, only "
-            f"{', '.join(PREFIX + known for known in MODELS)}"
-        )
+        known = ", ".join(map(PREFIX.__add__, MODELS))
+        raise UserError(f"{name}: the demo has no such model, only {known}")
     return MODELS[model]
 
 
 def hub_cache() -> Path:
-    """Folder of the local Hugging Face cache, by the same variables that huggingface_hub reads."""
+    """Return the local Hugging Face cache, by the variables that huggingface_hub reads."""
     explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if explicit:
         return Path(explicit).expanduser()
-    home = os.environ.get("HF_HOME")
-    return (Path(home).expanduser() if home else user_cache() / "huggingface") / "hub"
+    home = os.environ.get("HF_HOME") or user_cache() / "huggingface"
+    return Path(home).expanduser() / "hub"
 
 
 def cached_snapshot(hub_id: str) -> Path | None:
-    """Snapshot folder of a hub id's `main` revision in the local cache, or None."""
+    """Return the snapshot folder of a hub id's `main` revision in the local cache, or None."""
     repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
     reference = repository / "refs" / "main"
-    if reference.is_file():
-        snapshot = repository / "snapshots" / reference.read_text(errors="replace").strip()
-        return snapshot if snapshot.is_dir() else None
     # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
-    snapshots = sorted((repository / "snapshots").glob("*"))
-    return snapshots[0] if len(snapshots) == 1 else None
+    snapshots = list((repository / "snapshots").glob("*"))
+    if reference.is_file():
+        snapshots = [repository / "snapshots" / reference.read_text(errors="replace").strip()]
+    if len(snapshots) == 1 and snapshots[0].is_dir():
+        return snapshots[0]
+    return None
 
 
 def find_model_folder(path: str) -> Path | None:
-    """The folder of a model given as a path, as a cached hub id or as `demo:llm`; None where there
-    is none.
-    """
+    """Return the folder of a model: a path, a cached hub id or `demo:llm`; None: there is none."""
     if is_demo(path):
         return demo_model(path)
     folder = Path(path).expanduser()
     try:
         if folder.is_dir():
             return folder
-        return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+        if HUB_ID.fullmatch(path):
+            return cached_snapshot(path)
+        return None
     except OSError as error:  # a name that is too long, a folder above it that may not be entered
         raise UserError(
             f"{escape(path)}: cannot be searched for a model ({error.strerror})"
@@ -99,7 +97,7 @@ def find_model_folder(path: str) -> Path | None:
 
 
 def model_folder(path: str) -> Path:
-    """`find_model_folder`, and a UserError where there is none."""
+    """Return the folder that `find_model_folder` finds; raises UserError where there is none."""
     folder = find_model_folder(path)
     if folder is None:
         raise no_model(path)
@@ -107,7 +105,7 @@ def model_folder(path: str) -> Path:
 
 
 def no_model(path: str) -> UserError:
-    """The error for a missing folder, or for a hub id that is not in the cache."""
+    """Make the error for a missing folder, or for a hub id that is not in the cache."""
     if Path(path).expanduser().exists():
         return UserError(f"{path}: is a file. Name the model's folder, which holds config.json")
     # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was
@@ -124,8 +122,9 @@ def no_model(path: str) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder's file. Raises UserError naming the file for what no such
-    file says.
+    """Return the JSON object in a file of a model's folder.
+
+    Raises UserError, naming the file, for content that no such file has.
     """
     try:
         content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
@@ -141,17 +140,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's generation_config.json; empty where there is none."""
-    file = folder / "generation_config.json"
-    return read_json(file) if file.is_file() else {}
+def model_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a model's folder."""
+    return read_json(folder / CONFIG)
+
+
+def optional_json(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """Read a JSON file of a model's folder; empty where there is none."""
+    if (folder / name).is_file():
+        return read_json(folder / name)
+    return {}
 
 
 @contextlib.contextmanager
 def foreign_files(what: str) -> Iterator[None]:
-    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else
-    made.
-    """
+    """Raise UserError, naming `what`, for any error of a library that reads a stranger's files."""
     try:
         yield
     except UserError:
@@ -162,34 +165,29 @@ def foreign_files(what: str) -> Iterator[None]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
-    """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has
-    no weight files.
+    """Return name and shape of every tensor in a folder's safetensors files, in file order.
 
-    Raises UserError for missing shards, a damaged file, `.bin` weights alone, and weights of less
-    than 16 bits.
+    None if it has no weight files. Raises UserError for missing shards, a damaged file, `.bin`
+    weights alone, and weights of less than 16 bits.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_weight_map(index, ".safetensors")
-        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        files = list(map(folder.joinpath, dict.fromkeys(weight_map.values())))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise UserError(
                 f"{folder}: {len(missing)} of {len(files)} weight files named in "
-                f"{index.name} are missing, "
-                f"e.g. {missing[0]}. Finish the download"
+                f"{index.name} are missing, e.g. {missing[0]}. Finish the download"
             )
-        stored = {
-            name: shape
-            for file in files
-            for name, shape in read_header(file, are_weights=True).items()
-        }
-        absent = [name for name in weight_map if name not in stored]
-        if absent:
-            raise UserError(
-                f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}"
-            )
+        stored: dict[str, Shape] = {}
+        for file in files:
+            stored |= read_header(file, are_weights=True)
+        for name, file_name in weight_map.items():
+            if name not in stored:
+                raise UserError(f"{folder}: {index.name} names {name}, which is not in {file_name}")
         return {name: stored[name] for name in weight_map}
+
     single = folder / "model.safetensors"
     refuse_lost_link(single)
     if single.is_file():
@@ -204,8 +202,9 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
 
 
 def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
-    """The file name of every tensor, from an index of weight files; raises UserError for other than
-    files beside it.
+    """Return the file name of every tensor, from an index of weight files.
+
+    Raises UserError for other than files beside it.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -222,11 +221,10 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
 
 
 def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
-    """Name and shape of every tensor in one safetensors file, from its header alone, in the order
-    of their bytes.
+    """Return name and shape of every tensor in one safetensors file, in the order of their bytes.
 
-    Raises UserError for a damaged file, and where it holds weights of less than 16 bits that
-    `are_weights` of a model.
+    Reads its header alone. Raises UserError for a damaged file, and where it holds weights of less
+    than 16 bits that `are_weights` of a model.
     """
     try:
         with file.open("rb") as stream:
@@ -235,7 +233,8 @@ def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
             raise UserError(
                 f"{file}: is a git-lfs pointer, not the weights. Run git lfs pull, or hf download"
             )
-        size, length = file.stat().st_size, int.from_bytes(prefix, "little")
+        size = file.stat().st_size
+        length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
             raise UserError(
                 f"{file}: not a complete safetensors file ({size} bytes). Download it again"
@@ -250,15 +249,14 @@ def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
             f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}). "
             "Download it again"
         ) from None
+
+    shapes = {}
     for name, part in slices.items():
-        if (
-            are_weights
-            and (dtype := part.get_dtype()) not in _STORED
-            and not _BUFFER.fullmatch(name)
-        ):
+        dtype = part.get_dtype()
+        if are_weights and dtype not in _STORED and not _BUFFER.fullmatch(name):
             raise UserError(
                 f"{file}: {escape(name)} is stored as {dtype}; "
-                "needed are floating-point numbers of 16 bits or more. "
-                f"{DEQUANTISED}"
+                f"needed are floating-point numbers of 16 bits or more. {DEQUANTISED}"
             )
-    return {name: tuple(part.get_shape()) for name, part in slices.items()}
+        shapes[name] = tuple(part.get_shape())
+    return shapes

@@ -1,5 +1,4 @@
-"""Shapes of models whose weights are not here, recorded in `mmtrain/facts/recorded/*.json` and in
-the cache.
+"""Recorded shapes of models whose weights are not here: `recorded/*.json`, and the user's cache.
 
 `mmtrain record` writes one file per model, into the cache, with runs of equal layers stored once:
 
@@ -22,6 +21,7 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.facts.families import PLAIN_HEAD, TOKEN_SCALES
 from mmtrain.facts.model_files import Shape, foreign_files, read_json
+from mmtrain.facts.settings import SYNONYMS
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -29,15 +29,10 @@ FOLDER = Path(__file__).parent / "recorded"
 # of records.
 PLANNING_KEYS = (
     "model_type",
-    "hidden_size",
-    "n_embd",
-    "d_model",
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
+    *SYNONYMS["hidden_size"],
+    *SYNONYMS["layers"],
     "num_nextn_predict_layers",
-    "num_attention_heads",
-    "n_head",
+    *SYNONYMS["heads"],
     "num_key_value_heads",
     "multi_query",
     "head_dim",
@@ -47,19 +42,11 @@ PLANNING_KEYS = (
     "sliding_window",
     "use_sliding_window",
     "layer_types",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-    "moe_topk",
-    "moe_k",
+    *SYNONYMS["experts"],
+    *SYNONYMS["experts_per_token"],
     "rms_norm_eps",
-    "linear_key_head_dim",
-    "mamba_d_state",
-    "ssm_state_size",
-    "mamba_chunk_size",
-    "chunk_size",
+    *SYNONYMS["mixer_state"],
+    *SYNONYMS["mixer_chunk"],
     *PLAIN_HEAD,
     *TOKEN_SCALES.values(),
 )
@@ -69,9 +56,7 @@ _IN_LAYER = re.compile(r"((?:.*\.)?(?:layers?|h|blocks)\.)(\d+)\.")
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recorded model: what planning needs of its config.json, and its parameters in the model's
-    own order.
-    """
+    """A recorded model: keys of its config.json for planning, parameters in the model's order."""
 
     kind: str  # "llm" or "vision"
     id: str
@@ -86,63 +71,66 @@ def own_records() -> Path:
 
 
 def find_recorded(kind: str, name: str) -> Recorded | None:
-    """Return the record of a model by id or alias, upper and lower case being one; None if there is
-    none.
+    """Return the record of a model by id or alias in any case; None if there is none.
 
     Raises UserError for a file that is no record.
     """
     for file in (*sorted(FOLDER.glob("*.json")), *sorted(own_records().glob("*.json"))):
         content = read_json(file)
         with foreign_files(f"{file}, a record of a model,"):
-            names = [each.lower() for each in (content["id"], *content["aliases"])]
+            names = map(str.lower, (content["id"], *content["aliases"]))
             if content["kind"] == kind and name.lower() in names:
                 return _expanded(content)
     return None
 
 
 def as_json(recorded: Recorded) -> str:
-    """The file content of a record: one line per top-level key and per group of parameters."""
-    groups: list[dict[str, Any]] = []
+    """Return the file content of a record: a line for each top-level key, and for each group."""
+    groups: list[dict[str, Any]] = [{}]
     for (layers, index), names in itertools.groupby(recorded.parameters, _layer):
-        parameters = {
-            name.removeprefix(f"{layers}{index}."): list(recorded.parameters[name])
-            for name in names
-        }
+        own = f"{layers}{index}."
+        parameters = {name.removeprefix(own): list(recorded.parameters[name]) for name in names}
+        last = groups[-1]
         if not layers:
             groups.append(parameters)
-        elif (
-            groups and groups[-1].get("layer") == layers and groups[-1]["parameters"] == parameters
-        ):
-            groups[-1]["last"] = index + 1
+        elif last.get("layer") == layers and last["parameters"] == parameters:
+            last["last"] = index + 1
         else:
             groups.append(
                 {"layer": layers, "first": index, "last": index + 1, "parameters": parameters}
             )
-    lines = [
-        f'"{key}": {json.dumps(getattr(recorded, key))}'
-        for key in ("kind", "id", "aliases", "config")
-    ]
-    body = ",\n  ".join(json.dumps(group) for group in groups)
-    return "{" + ",\n ".join([*lines, f'"parameters": [\n  {body}]']) + "}\n"
+
+    lines = []
+    for key in ("kind", "id", "aliases", "config"):
+        lines.append(f'"{key}": {json.dumps(getattr(recorded, key))}')
+    body = ",\n  ".join(map(json.dumps, groups[1:]))
+    lines.append(f'"parameters": [\n  {body}]')
+    return "{" + ",\n ".join(lines) + "}\n"
 
 
 def _layer(name: str) -> tuple[str, int]:
-    """The prefix and the index of a parameter's layer: `model.layers.` and 3; "" and -1 outside of
-    layers.
-    """
-    match = _IN_LAYER.match(name)
-    return (match[1], int(match[2])) if match else ("", -1)
+    """Return prefix and index of a parameter's layer, `model.layers.` and 3; "" and -1: none."""
+    if match := _IN_LAYER.match(name):
+        return match[1], int(match[2])
+    return "", -1
 
 
 def _expanded(content: dict[str, Any]) -> Recorded:
     parameters: dict[str, Shape] = {}
     for group in content["parameters"]:
-        if "layer" not in group:
-            parameters.update({name: tuple(shape) for name, shape in group.items()})
-            continue
-        for index in range(min(group["last"], MAX_LAYERS))[group["first"] :]:
-            for name, shape in group["parameters"].items():
-                parameters[f"{group['layer']}{index}.{name}"] = tuple(shape)
+        own = group
+        prefixes = [""]
+        if "layer" in group:
+            own = group["parameters"]
+            numbers = range(min(group["last"], MAX_LAYERS))[group["first"] :]
+            prefixes = [f"{group['layer']}{number}." for number in numbers]
+        for prefix in prefixes:
+            for name, shape in own.items():
+                parameters[prefix + name] = tuple(shape)
     return Recorded(
-        content["kind"], content["id"], tuple(content["aliases"]), content["config"], parameters
+        content["kind"],
+        content["id"],
+        tuple(content["aliases"]),
+        content["config"],
+        parameters,
     )

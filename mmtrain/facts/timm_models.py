@@ -1,5 +1,4 @@
-"""What timm knows of its models by name: weights, preprocessing, shapes. It is imported when asked:
-it takes seconds.
+"""Weights, preprocessing and shapes of timm's models by name; timm takes seconds to import.
 
 names of a timm ViT's parameters --form_of--> the stock vision model of transformers that has a
                                               place for all of them, or why there is none
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def timm_config(name: str) -> PretrainedCfg:
-    """timm's record of a pretrained model; raises UserError for an unknown name and a wrong
-    activation function.
+    """Return timm's record of a pretrained model.
+
+    Raises UserError for an unknown name and a wrong activation function.
     """
     architecture = _architecture(name)
     import timm
@@ -43,19 +43,17 @@ def timm_config(name: str) -> PretrainedCfg:
 
 
 def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
-    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its
-    features are wrong.
+    """Raise UserError where a CLIP trained with QuickGELU would run with GELU.
+
+    It loads, and its features are wrong.
     """
     import timm
 
     architecture = config_json["architecture"]
     name = f"{architecture}.{(config_json.get('pretrained_cfg') or {}).get('tag')}"
-    notes = (
-        timm.get_pretrained_cfg(name).notes
-        if name in timm.list_pretrained(f"{architecture}.*")
-        else None
-    )
-    if "QuickGELU" in " ".join(notes or ()) and "quickgelu" not in architecture:
+    if "quickgelu" in architecture or name not in timm.list_pretrained(f"{architecture}.*"):
+        return
+    if "QuickGELU" in " ".join(timm.get_pretrained_cfg(name).notes or ()):
         right = name.replace("_clip_", "_clip_quickgelu_")
         raise UserError(
             f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes "
@@ -65,8 +63,9 @@ def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
 
 @functools.cache
 def timm_record(name: str) -> Recorded:
-    """Names and shapes of a timm model's parameters; raises UserError for a name that timm does not
-    know.
+    """Return names and shapes of a timm model's parameters.
+
+    Raises UserError for a name that timm does not know.
     """
     architecture = _architecture(name)
     import timm
@@ -140,9 +139,7 @@ CLIP = StockModel(
 SIGLIP = replace(
     CLIP,
     model_type="siglip_vision_model",
-    front={
-        name: stock for name, stock in CLIP.front.items() if name not in ("cls_token", "norm_pre")
-    },
+    front={name: CLIP.front[name] for name in ("pos_embed", "patch_embed.proj", "norm")},
     unbiased=frozenset({"vision_model.embeddings.position_embedding"}),
 )
 DINOV2 = StockModel(
@@ -171,21 +168,26 @@ DINOV2 = StockModel(
 
 
 def form_of(shapes: Mapping[str, Shape], *, final_norm: bool) -> StockModel | str:
-    """The stock model for a timm ViT with parameters of these names, or what no stock model has a
-    place for.
+    """Return the stock model for a timm ViT of these parameters, or a reason why there is none.
 
     final_norm: features come from behind the last norm.
     """
     names = sorted(name for name in shapes if name.split(".")[0] not in BEHIND_THE_BLOCKS)
     if "pos_embed" not in names:
         return "has no learned position embeddings"
-    stock = SIGLIP
-    if "cls_token" in names:
-        stock = CLIP if "norm_pre.weight" in names else DINOV2
+    if "cls_token" not in names:
+        stock = SIGLIP
+    elif "norm_pre.weight" in names:
+        stock = CLIP
+    else:
+        stock = DINOV2
+    block = re.compile(r"blocks\.\d+\.(.+)\.\w+")
     for name in names:
-        stem = name if name in stock.front else name.rpartition(".")[0]
-        own = re.sub(r"^blocks\.\d+\.", "", stem).replace("attn.qkv", "attn.q")
-        if own not in (stock.block if stem.startswith("blocks.") else stock.front):
+        if match := block.fullmatch(name):
+            has_place = match[1].replace("attn.qkv", "attn.q") in stock.block
+        else:
+            has_place = name in stock.front or name.rpartition(".")[0] in stock.front
+        if not has_place:
             return f"has {name}"
     if final_norm and "norm.bias" not in shapes:
         return "has no final norm (model.vision.final_norm)"

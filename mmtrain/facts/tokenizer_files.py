@@ -1,4 +1,4 @@
-"""What a model folder's tokenizer files say, judged before the libraries read them.
+"""Tokenizer files of a model's folder, judged before the libraries read them.
 
 The fingerprint of a tokenizer's files enters a shard's index: text lengths depend on them.
 """
@@ -17,35 +17,29 @@ from mmtrain.base.small_files import parse_json
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
-from mmtrain.facts.model_files import find_model_folder, read_json
+from mmtrain.facts.model_files import find_model_folder, optional_json
 from mmtrain.layouts.registry import LAYOUTS
 
 # What AutoTokenizer may read in a model's folder, across its families. An export holds these and no
 # others.
 READ_BY_TOKENIZERS = (
-    *(
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    *(
-        "vocab.json",
-        "vocab.txt",
-        "vocab.bpe",
-        "merges.txt",
-        "tekken.json",
-        "*.tiktoken",
-        "*.spm",
-        "spiece.model",
-    ),
-    *(
-        "sentencepiece*.model",
-        "chat_template.jinja",
-        "chat_template.json",
-        "additional_chat_templates/*.jinja",
-    ),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 # What stock models and processors read besides the tokenizer's files.
 CONFIGURATIONS = (
@@ -61,12 +55,12 @@ TEXT_RULES_VERSION = 1
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that AutoTokenizer may read. Raises UserError for one
-    that is too large.
+    """Return the files of a model's folder that AutoTokenizer may read.
+
+    Raises UserError for one that is too large.
     """
-    files = sorted(
-        {file for pattern in READ_BY_TOKENIZERS for file in folder.glob(pattern) if file.is_file()}
-    )
+    found = set().union(*map(folder.glob, READ_BY_TOKENIZERS))
+    files = sorted(filter(Path.is_file, found))
     for file in files:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
             raise UserError(
@@ -76,14 +70,14 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
-    """Return the files of an LLM's folder that an export publishes; of a whole model its
-    configurations, too.
+    """Return the files of an LLM's folder that an export publishes.
 
-    Raises UserError for a file that lies neither in its folder nor in the hub cache's blobs beside
-    that snapshot.
+    Those of a whole model are its configurations, too. Raises UserError for a file that lies
+    neither in its folder nor in the hub cache's blobs beside that snapshot.
     """
-    files = [folder / name for name in CONFIGURATIONS if is_whole and (folder / name).is_file()]
-    files += tokenizer_files(folder)
+    files = tokenizer_files(folder)
+    if is_whole:
+        files = [*filter(Path.is_file, map(folder.joinpath, CONFIGURATIONS)), *files]
     home = folder.resolve()
     blobs = home.parent.parent / "blobs"  # of CACHE/models--ORG--NAME/snapshots/COMMIT
     for file in files:
@@ -92,16 +86,17 @@ def published_files(folder: Path, *, is_whole: bool) -> list[Path]:
         if not is_blob and not target.is_relative_to(home):
             raise UserError(
                 f"{escape(str(file))}: is a link to {escape(str(target))}, outside its folder, and "
-                "an export would "
-                "publish that file. Replace the link by a copy if it belongs to the model"
+                "an export would publish that file. "
+                "Replace the link by a copy if it belongs to the model"
             )
     return files
 
 
 @contextmanager
 def panics_told(name: str) -> Iterator[None]:
-    """Raise UserError where the tokenizers library, written in Rust, panics: a BaseException that
-    nobody catches.
+    """Raise UserError where the tokenizers library, written in Rust, panics.
+
+    A panic is a BaseException that nobody catches.
     """
     try:
         yield
@@ -115,56 +110,61 @@ def panics_told(name: str) -> Iterator[None]:
 
 
 def refuse_missing_marks(config: RunConfig) -> None:
-    """Raise UserError for an image layout whose texts the LLM's tokenizer.json, if it is there, has
-    no tokens for.
+    """Raise UserError for an image layout whose texts the LLM's tokenizer.json has no tokens for.
+
+    A folder without tokenizer.json passes.
     """
-    vision, path = config.model.vision, config.model.llm.path
-    folder = find_model_folder(path)
-    marks = () if vision is None else LAYOUTS[vision.layout].marks
-    if not marks or folder is None or folder / "tokenizer.json" not in tokenizer_files(folder):
+    vision = config.model.vision
+    if vision is None:
         return
+    marks = LAYOUTS[vision.layout].marks
+    path = config.model.llm.path
+    folder = find_model_folder(path)
+    if not marks or folder is None:
+        return
+    file = folder / "tokenizer.json"
+    if file not in tokenizer_files(folder):
+        return
+
     try:
-        content = parse_json((folder / "tokenizer.json").read_bytes())
+        content = parse_json(file.read_bytes())
     except ValueError as error:
-        raise UserError(f"{folder / 'tokenizer.json'}: not valid JSON ({error})") from None
-    added = content.get("added_tokens") if isinstance(content, dict) else None
+        raise UserError(f"{file}: not valid JSON ({error})") from None
+    added = None
+    if isinstance(content, dict):
+        added = content.get("added_tokens")
     tokens = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
     if lacking := [mark for mark in marks if mark not in tokens]:
         raise missing_marks(vision.layout, lacking, path)
 
 
 def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
-    """The error for a tokenizer without tokens of its own for texts around images."""
+    """Make the error for a tokenizer without tokens of its own for texts around images."""
     return UserError(
         f"model.vision.layout: {layout} writes {' and '.join(lacking)} around each image, but the "
         f"tokenizer of {tokenizer} lacks these tokens, so the LLM was never trained on them. "
-        "Use an LLM that "
-        "was, or set model.vision.layout=square"
+        "Use an LLM that was, or set model.vision.layout=square"
     )
 
 
 def missing_chat_template(folder: str | Path) -> UserError:
-    """The error for a tokenizer, in `folder`, without a chat template that is used without being
-    named.
-    """
+    """Make the error for a tokenizer, in `folder`, without a chat template."""
     return UserError(
         f"data.template: chat is the model's own chat template, but the tokenizer in {folder} "
-        "has none. Put a "
-        "chat_template.jinja beside the tokenizer, or set data.template=llava_v1 (Vicuna's), to "
-        "your own FILE.jinja "
-        "or, for captions of images, to plain"
+        "has none. Put a chat_template.jinja beside the tokenizer, or set data.template=llava_v1 "
+        "(Vicuna's), to your own FILE.jinja or, for captions of images, to plain"
     )
 
 
 def text_fingerprint(
     tokenizer_folder: Path, template: str, image_texts: Sequence[str] = (), wording: str = ""
 ) -> str:
-    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules
-    of segmentation.
+    """Return 16 hex digits of a SHA-256 over all that lengths of texts depend on.
 
-    `template` is what `data.template` holds, `image_texts` the layout's (ImageLayout.texts),
-    `wording` the samples' format's (SampleFormat.wording). Raises UserError for a folder without a
-    tokenizer, and a file that is too large.
+    It is over the tokenizer's files, the template and rules of segmentation. `template` is
+    `data.template`, `image_texts` the layout's (ImageLayout.texts), `wording` the samples' format's
+    (SampleFormat.wording). Raises UserError for a folder without a tokenizer, and a file that is
+    too large.
     """
     files = tokenizer_files(tokenizer_folder)
     if not files:
@@ -172,20 +172,14 @@ def text_fingerprint(
             f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, "
             "tokenizer.model or vocab.json)"
         )
-    config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
-    model_type = read_json(config).get("model_type") if config.is_file() else None
-    jinja = jinja_of(template)
-    written = (
-        template
-        if jinja is None
-        else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
-    )
-    digest = hashlib.sha256(
-        compact_json(
-            [TEXT_RULES_VERSION, written, model_type, *image_texts, *filter(None, [wording])]
-        )
-    )
+    model_type = optional_json(tokenizer_folder).get("model_type")
+    if (jinja := jinja_of(template)) is not None:
+        template = f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    texts = [TEXT_RULES_VERSION, template, model_type, *image_texts]
+    if wording:
+        texts.append(wording)
+    digest = hashlib.sha256(compact_json(texts))
     for file in files:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))

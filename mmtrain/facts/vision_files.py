@@ -1,9 +1,10 @@
-"""What an encoder's folder says of its images, read without torch: size, how they are normalised,
-how many patches.
+"""Images of an encoder as its folder's files have them: size, normalisation, number of patches.
 
-timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W) transformers
-folder: config.json -> image_size, of vision_config where it holds more than an encoder;
-                     preprocessor_config.json -> mean, std, resampling
+timm folder:         config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
+transformers folder: config.json -> image_size, of vision_config where it holds more than an
+                     encoder; preprocessor_config.json -> mean, std, resampling
+
+No torch here.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.encoders import TIMM_VIT, EncoderFamily, family_of
 from mmtrain.facts.families import encoder_config, holds_encoder
-from mmtrain.facts.model_files import find_model_folder, is_demo, read_json
-from mmtrain.facts.settings import check_layers, is_whole
+from mmtrain.facts.model_files import (
+    find_model_folder,
+    is_demo,
+    model_config,
+    optional_json,
+    read_json,
+)
+from mmtrain.facts.settings import check_layers, first, is_whole
 from mmtrain.facts.timm_models import timm_config
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
+# transformers' defaults
+_BLOCK_NUMBERS = {
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "deepstack_visual_indexes": (8, 16, 24),
+}
 
 
 class Preprocessing(NamedTuple):
-    """How an encoder of transformers normalises and resizes images.
+    """Normalisation and resampling of an encoder of transformers.
 
     mean, std: of RGB in 0..1, whatever range the folder's processor scales bytes to before it
     subtracts its own mean.
@@ -36,7 +48,7 @@ class Preprocessing(NamedTuple):
 
 
 class PublishedImages(NamedTuple):
-    """How an encoder's images are made, by whoever published it."""
+    """Size, normalisation and resampling of an encoder's images, as published."""
 
     image_size: int  # pixels a side
     mean: Sequence[float]  # of RGB in 0..1, as `std`
@@ -45,7 +57,7 @@ class PublishedImages(NamedTuple):
 
 
 class EncoderSettings(NamedTuple):
-    """What an encoder's config.json says."""
+    """Facts in an encoder's config.json."""
 
     family: EncoderFamily
     image_size: int  # pixels a side; of a patch, if the family is native
@@ -57,75 +69,75 @@ class EncoderSettings(NamedTuple):
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and
-    `demo:vision` are not.
-    """
+    """Whether `name` is looked up in timm's registry, which has no folders, hub ids and demo."""
     return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
 def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSettings:
-    """Read the config.json of an encoder, or of what holds one; raises UserError for another
-    model.
+    """Read the config.json of an encoder, or of a model that holds one.
+
+    Raises UserError for another model.
     """
     if "architecture" in config_json:
-        family, settings = TIMM_VIT, config_json.get("model_args") or {}
-        size, blocks = settings.get("img_size"), settings.get("depth")
+        family = TIMM_VIT
+        settings = config_json.get("model_args") or {}
+        size = settings.get("img_size")
         if size is None:
             sizes = (config_json.get("pretrained_cfg") or config_json).get("input_size")
-            size = sizes[1:] if isinstance(sizes, list) and len(sizes) == 3 else None
+            if isinstance(sizes, list) and len(sizes) == 3:
+                size = sizes[1:]
+        blocks = settings.get("depth")
         heads = settings.get("num_heads") or config_json.get("num_heads")
     else:
         family = family_of(config_json.get("model_type"), source)
         settings = config_json.get("vision_config") or config_json
-        size = (
-            settings.get("image_size" if family.native is None else "patch_size")
-            or family.image_size
-        )
-        blocks = settings.get("num_hidden_layers") or settings.get("depth") or family.depth
-        heads = settings.get("num_attention_heads") or settings.get("num_heads")
+        key = "image_size" if family.native is None else "patch_size"
+        size = settings.get(key) or family.image_size
+        blocks = first(settings, "blocks") or family.depth
+        heads = first(settings, "encoder_heads")
     check_layers(settings, f"{source}: config.json")
-    width, head = settings.get("hidden_size"), settings.get("head_dim")
+    width = settings.get("hidden_size")
+    head = settings.get("head_dim")
     if width and heads and head and heads * head != width:
         shown = f"{heads} heads of {head} features, which do not make up its hidden size, {width}"
         raise UserError(f"{source}: config.json says {shown}. Correct it")
     if family.native is None:
-        return EncoderSettings(family, square(size, "images", source), heads, blocks, None, ())
-    side, window, full = square([size, size], "patches", source), settings.get("window_size"), ()
+        return EncoderSettings(family, square(size, "images", source), heads, blocks)
+
+    side = square([size, size], "patches", source)
+    window = settings.get("window_size")
+    full: tuple[int, ...] = ()
+    deepstack: tuple[int, ...] = ()
     if window is not None:
         least = side * family.native.block
         if not is_whole(window, least, 30_000):
             shown = f"window_size {escape(repr(window))}; needed are at least {least} pixels"
             raise UserError(f"{source}: config.json has {shown}, what its merger joins")
-        full = _block_numbers(settings, "fullatt_block_indexes", [7, 15, 23, 31], blocks, source)
         window = (window // side) ** 2
-    has_deepstack = "deepstack_merger_list." in family.beside
-    # The lists are transformers' defaults.
-    deep = (
-        _block_numbers(settings, "deepstack_visual_indexes", [8, 16, 24], blocks, source)
-        if has_deepstack
-        else ()
-    )
-    return EncoderSettings(family, side, heads, blocks, window, full, deep)
+        full = _block_numbers(settings, "fullatt_block_indexes", blocks, source)
+    if "deepstack_merger_list." in family.beside:
+        deepstack = _block_numbers(settings, "deepstack_visual_indexes", blocks, source)
+    return EncoderSettings(family, side, heads, blocks, window, full, deepstack)
 
 
-def _block_numbers(
-    settings: dict[str, Any], key: str, default: list[int], blocks: int, source: str
-) -> tuple[int, ...]:
-    if (numbers := settings.get(key)) is None:
-        return tuple(default)
-    if not isinstance(numbers, list) or not all(
-        is_whole(number, 0, blocks - 1) for number in numbers
-    ):
-        shown = f"{key} {escape(repr(numbers))}; needed are numbers of its {blocks} blocks"
-        raise UserError(f"{source}: config.json has {shown}, counted from 0")
-    return tuple(numbers)
+def _block_numbers(settings: dict[str, Any], key: str, blocks: int, source: str) -> tuple[int, ...]:
+    numbers = settings.get(key)
+    if numbers is None:
+        return _BLOCK_NUMBERS[key]
+    if isinstance(numbers, list) and all(is_whole(number, 0, blocks - 1) for number in numbers):
+        return tuple(numbers)
+    shown = f"{key} {escape(repr(numbers))}; needed are numbers of its {blocks} blocks"
+    raise UserError(f"{source}: config.json has {shown}, counted from 0")
 
 
 def square(size: Any, of: str, source: str) -> int:
-    """The side of what is given as one number or as height and width; raises UserError unless they
-    are equal.
+    """Return the side of a square given as one number or as height and width.
+
+    Raises UserError unless they are equal.
     """
-    sides = size if isinstance(size, list | tuple) else [size, size]
+    sides = [size, size]
+    if isinstance(size, list | tuple):
+        sides = size
     if len(sides) != 2 or not all(is_whole(side, 1, 30_000) for side in sides):
         shown = escape(repr(size))
         raise UserError(
@@ -140,26 +152,24 @@ def square(size: Any, of: str, source: str) -> int:
 
 
 def check_preprocessing(name: str) -> None:
-    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images
-    are normalised.
-    """
+    """Raise UserError for a folder of an encoder's weights without the images' normalisation."""
     folder = find_model_folder(name)
     if folder is None or not any(folder.glob("model.safetensors*")):
         return
-    if holds_encoder(folder) or "architecture" not in read_json(folder / "config.json"):
+    if holds_encoder(folder) or "architecture" not in model_config(folder):
         preprocessing(folder)
 
 
 def preprocessing(folder: Path) -> Preprocessing:
-    """Read how an encoder's folder says that images are made; raises UserError where it says
-    nothing usable.
+    """Read normalisation and resampling from an encoder's folder.
+
+    Raises UserError where it says nothing usable.
     """
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
             f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation "
-            "of its images is "
-            "unknown. Copy it from where the encoder was published. "
+            "of its images is unknown. Copy it from where the encoder was published. "
             "For an encoder of your own write it in Python: "
             "from transformers import SiglipImageProcessor (or its own class); "
             f"SiglipImageProcessor().save_pretrained('{folder}')."
@@ -172,24 +182,23 @@ def preprocessing(folder: Path) -> Preprocessing:
         )
     # files hold 1/255 in several precisions
     scale = round(255 * (facts.get("rescale_factor") or 1 / 255), 6)
-    mean, std = [0.0] * 3, [1.0] * 3
+    mean = [0.0] * 3
+    std = [1.0] * 3
     if facts.get("do_normalize") is not False:
-        mean, std = (
-            _statistics(facts, "image_mean", -10, file),
-            _statistics(facts, "image_std", 0.001, file),
-        )
+        mean = _statistics(facts, "image_mean", -10, file)
+        std = _statistics(facts, "image_std", 0.001, file)
     resample = facts.get("resample")
+    if resample is None:
+        resample = BICUBIC
     return Preprocessing(
         tuple(value / scale for value in mean),
         tuple(value / scale for value in std),
-        BICUBIC if resample is None else resample,
+        resample,
     )
 
 
 def published_images(name: str) -> PublishedImages | None:
-    """Read how an encoder's images are made, from its folder or timm's record; None where it is not
-    here.
-    """
+    """Read an encoder's image settings from its folder or timm's record; None: it is not here."""
     from PIL import Image
 
     if is_timm_name(name):
@@ -207,15 +216,14 @@ def published_images(name: str) -> PublishedImages | None:
 
 
 def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> list[float]:
-    """Return the mean or the standard deviation of each channel; raises UserError for what no
-    encoder has.
+    """Return the mean or the standard deviation of each channel.
+
+    Raises UserError for values that no encoder has.
     """
     values = facts.get(key)
     is_list = isinstance(values, list) and len(values) == 3
     # A comparison that NaN fails.
-    if not is_list or not all(
-        type(value) in (int, float) and least <= value <= 10 for value in values
-    ):
+    if not is_list or not all(type(x) in (int, float) and least <= x <= 10 for x in values):
         shown = escape(repr(values), 200)
         raise UserError(
             f"{file}: {key} is {shown}; needed are three numbers from {least} to 10. "
@@ -225,21 +233,25 @@ def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> li
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The file of a folder of transformers that says how its images are made, and what it says;
-    None: nothing.
+    """Return the file of a folder of transformers that describes its images, and its content.
+
+    The content is None where there is no such file.
     """
-    file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
-    part = read_json(processor).get("image_processor") if processor.is_file() else None
+    processor = "processor_config.json"
+    part = optional_json(folder, processor).get("image_processor")
     if part is not None:  # transformers prefers it too
-        return processor, part
-    return file, read_json(file) if file.is_file() else None
+        return folder / processor, part
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        return file, None
+    return file, read_json(file)
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:
-    """Patches that an encoder makes of one image; its convolution drops what is left over at the
-    right and the bottom.
+    """Return the number of patches that an encoder makes of one image.
 
-    Raises UserError when not even one patch fits.
+    Its convolution drops pixels that are left over at the right and the bottom. Raises UserError
+    when not even one patch fits.
     """
     if patch_size < 1 or image_size < patch_size:
         raise UserError(

@@ -14,11 +14,9 @@ from pathlib import Path
 from mmtrain.config.load import KEY_AND_VALUE, example_name, refuse_repeated_keys
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.formats import SampleFormat
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.facts.connectors import image_layout
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.tokenizer_files import text_fingerprint
-from mmtrain.layouts.layout import ImageLayout
+from mmtrain.facts.models import models_of
 
 WORDS_HELP = (
     "a run's configuration, FILE.yaml or example:NAME, which says how samples become tokens; "
@@ -27,22 +25,12 @@ WORDS_HELP = (
 )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a run reads shards and makes tokens of their samples."""
+@dataclass(frozen=True, kw_only=True)
+class Reading(Tokenization):
+    """The settings by which a run reads shards and makes tokens of their samples."""
 
-    tokenizer: str  # a model's folder or name
-    template: str
-    form: SampleFormat
-    layout: ImageLayout
     pack_length: int
     max_tiles_per_pack: int | None
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the text lengths in indexes."""
-        folder = model_folder(self.tokenizer)
-        return text_fingerprint(folder, self.template, self.layout.texts, self.form.wording)
 
 
 def parse_words(
@@ -89,12 +77,13 @@ def shard_names(config: RunConfig | None, shards: list[str]) -> tuple[list[str],
 def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
     """Return how a run reads these shards. Raises UserError."""
     data = config.data
-    form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
+    asked = SampleFormat(data.format, data.caption_key, data.caption_prompt)
+    form = sample_format(asked, tars, "SHARDS")
     return Reading(
         tokenizer=config.model.llm.path,
         template=data.template,
         form=form,
-        layout=image_layout(config),
+        layout=models_of(config).layout,
         pack_length=data.pack_length,
         max_tiles_per_pack=data.max_tiles_per_pack,
     )

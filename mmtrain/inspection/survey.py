@@ -2,7 +2,7 @@
 
 index files --survey-->
     Survey: counts; images and text tokens of a sample; size, tiles and positions of an image
-sets of samples --order.plan_epoch, as training plans-->
+sets of samples --order.PackOrder, as training plans-->
     Fill: packs, share of their tokens that is no padding
 """
 
@@ -21,12 +21,9 @@ from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.shards.index import MAKE, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, positions_and_tiles
-from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
+from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
-
-# what is above this quantile shares one bin, so that a few giants do not squeeze all others into
-# one
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +161,7 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
     defaults = DataSection.model_fields
     shuffle_shards = defaults["shuffle_shards"].default
     pack_window = defaults["pack_window"].default
-    plan = plan_epoch(sets, 0, 0, capacity, shuffle_shards, pack_window)
+    plan = PackOrder(sets, 0, capacity, shuffle_shards, pack_window).plan(0)
     lengths = np.concatenate([one.lengths for one in sets])
     tokens = int(lengths[plan.samples].sum(dtype=np.int64))
     room = max(len(plan), 1) * capacity.tokens

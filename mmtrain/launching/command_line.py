@@ -79,8 +79,12 @@ class Options(argparse.Namespace):
 
 def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given: bool) -> Options:
     """Read a command line that names a run; `given` are options that the command implies."""
-    config_help = "YAML file of the run, or example:NAME; mmtrain init lists these"
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help=config_help)
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file of the run, or example:NAME; mmtrain init lists these",
+    )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2"
     )
@@ -104,16 +108,19 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="instead of the plan, show at most five layouts of the run for N devices, best first: "
-        "pipeline ranks, "
-        "replicas, packs a micro-batch, streamed layers, and the keys to set; "
+        "pipeline ranks, replicas, packs a micro-batch, streamed layers, and the keys to set; "
         "takes up to half a minute",
     )
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    interrupted = "stopped by Ctrl-C before the ranks were started"
     parser = command_parser(
-        "train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False
+        "train",
+        DESCRIPTION,
+        EXAMPLES,
+        EXITS,
+        interrupted="stopped by Ctrl-C before the ranks were started",
+        waits=False,
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -131,8 +138,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         "--resume",
         metavar="auto|never|PATH",
         help="auto (default): resume an existing run; never: refuse to touch it; a step folder: "
-        "resume from there, or "
-        "branch from it if it belongs to another run",
+        "resume from there, or branch from it if it belongs to another run",
     )
     parser.add_argument(
         "--allow-change",
@@ -147,19 +153,19 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         type=int,
         metavar="STEPS",
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) "
-        "after the first; for "
-        "ui.perfetto.dev",
+        "after the first; for ui.perfetto.dev",
     )
     parser.add_argument(
         "--verbose",
         action="store_true",
         help="show the plan and all details on the console, which log.txt has anyway",
     )
-    download_help = (
-        "download models named by hub id that the cache lacks, by HTTP: "
-        "weights, JSON, templates; no code"
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="download models named by hub id that the cache lacks, by HTTP: "
+        "weights, JSON, templates; no code",
     )
-    parser.add_argument("--download", action="store_true", help=download_help)
     parser.add_argument(
         "--nnodes", type=int, metavar="N", help="machines that share the run (default 1)"
     )

@@ -17,7 +17,10 @@ import psutil
 
 from mmtrain.base.errors import EncoderSliceError, MemoryLimitError, UserError
 from mmtrain.base.printing import bytes_text, counted, print_note
+from mmtrain.config.model import ModelSection
+from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
@@ -28,7 +31,8 @@ from mmtrain.runtime.gpus import Gpu, threads_of_rank, visible_gpus
 from mmtrain.runtime.job import Job
 
 WANTED_OPEN_FILES = 4096  # connections, pipes and shards of a process
-LOOPBACK, SECONDS_TO_CONNECT = "127.0.0.1", 5.0
+LOOPBACK = "127.0.0.1"
+SECONDS_TO_CONNECT = 5.0
 CGROUP = Path("/sys/fs/cgroup")
 # the first AdamW imports _dynamo: 2 s in every rank
 RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")
@@ -59,7 +63,7 @@ def plan_here(
                 "each rank needs its own; use fewer ranks or more machines, or set "
                 "CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
-        check_environment(config, os.environ)
+        check_environment(config.parallel.pipeline, os.environ)
     memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
     device = device or device_here(config, gpus, local_ranks)
     try:
@@ -83,13 +87,13 @@ def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """Return what ranks compute on, as calibrations name it."""
-    return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+    return gpu_device(gpus[0].name) if gpus else cpu_device(config.parallel, local_ranks)
 
 
 def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     """Tell whether the encoder can be sliced. Raises UserError unless it may stay whole."""
     try:
-        probe_encoder(config)
+        probe_encoder(models_of(config))
     except EncoderSliceError as error:
         if not may_stay_whole:
             raise
@@ -98,14 +102,10 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
     return True
 
 
-def refuse_missing_libraries(config: RunConfig, *, with_trackers: bool) -> None:
+def refuse_missing_libraries(model: ModelSection, trackers: Sequence[str] = ()) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
-    needed = [
-        ("run.report_to", name, name)
-        for name in config.run.report_to
-        if with_trackers and name != "csv"
-    ]
-    if config.model.llm.quantize is not None:
+    needed = [("run.report_to", name, name) for name in trackers]
+    if model.llm.quantize is not None:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
         spec = importlib.util.find_spec(library)
@@ -146,7 +146,7 @@ def free_host_memory() -> int:
 
 
 def job_here(
-    config: RunConfig,
+    parallel: ParallelSection,
     plan: Plan,
     gpus: Sequence[Gpu],
     local_ranks: int,
@@ -168,8 +168,8 @@ def job_here(
     return Job(
         places=tuple(places),
         folder=folder,
-        threads=threads_of_rank(config.parallel.threads_per_rank, local_ranks, recorded_threads),
-        timeout_seconds=config.parallel.timeout_seconds,
+        threads=threads_of_rank(parallel.threads_per_rank, local_ranks, recorded_threads),
+        timeout_seconds=parallel.timeout_seconds,
         target=target,
         on_gpus=bool(gpus),
         preload=RANK_MODULES,

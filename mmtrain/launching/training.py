@@ -45,9 +45,10 @@ from mmtrain.checkpoint.resume import (
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
+from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
-from mmtrain.facts.connectors import has_grid_positions
+from mmtrain.facts.models import models_of
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import (
@@ -63,7 +64,6 @@ from mmtrain.model.probe import probe
 from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import cached_file, calibration_key
 from mmtrain.plan.plan import Plan, RankPlan, render
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
@@ -80,8 +80,10 @@ SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 
 
 def train(config: RunConfig, options: Options) -> int:
     """Start this machine's ranks, wait, print how the run ended and return the exit code."""
-    is_first, alone = options.node_rank == 0, options.nnodes == 1
-    local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
+    is_first = options.node_rank == 0
+    alone = options.nnodes == 1
+    local_ranks = ranks_of_node(config.parallel, options)
+    gpus = visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     may_stay_whole = alone and config.parallel.encoder_ranks == "auto"
     has_slices = len(ranks_of(plan.chain)) > 1
@@ -89,7 +91,8 @@ def train(config: RunConfig, options: Options) -> int:
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
 
-    first_here, folder = options.node_rank * local_ranks, run_folder(config)
+    first_here = options.node_rank * local_ranks
+    folder = run_folder(config)
     here = plan.ranks[first_here : first_here + local_ranks]
     _refuse_unfit(config, here, options, is_first=is_first)
     for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
@@ -123,7 +126,7 @@ def train(config: RunConfig, options: Options) -> int:
                 config.model.llm.path,
                 plan.boundaries,
                 bool(plan.streaming),
-                mrope=has_grid_positions(config),
+                mrope=models_of(config).has_grid_positions,
             )
             failure = run_ranks(job)
         if is_first:
@@ -153,13 +156,15 @@ def _report_end(failure: Failure | None, job: Job) -> int:
 def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     """Train as global rank `rank`, whose process torchrun has started; return the exit code."""
     is_first = rank == 0
-    local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
+    local_ranks = _ranks_of_torchrun(config.parallel, options)
+    gpus = visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
     first_here = rank - int(os.environ["LOCAL_RANK"])
     _refuse_unfit(
         config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first
     )
-    compared, start = agreement(config, plan, options.trace or 0), None
+    compared = agreement(config, plan, options.trace or 0)
+    start = None
     details: list[str] = []
     if is_first:
         with logs_shown(print_info, details.append):
@@ -177,7 +182,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
                 config.model.llm.path,
                 plan.boundaries,
                 bool(plan.streaming),
-                mrope=has_grid_positions(config),
+                mrope=models_of(config).has_grid_positions,
             )
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
@@ -212,14 +217,29 @@ def _job(
     compared: tuple[str, dict[str, Any]] | None = None,
 ) -> Job:
     """Return the run's processes; `start` is rank 0's, `compared` the `agreement` of nodes."""
+    # a resumed run has as many threads a rank, where it has as many ranks and they fit
+    threads = None
+    if start is not None:
+        earlier = start.checkpoint.state["topology"]
+        ranks = (config.parallel.pipeline, config.parallel.data)
+        is_alike = (earlier["pipeline"], earlier["data"]) == ranks
+        if is_alike and earlier["threads"] * local_ranks <= usable_cores():
+            threads = earlier["threads"]
+
+    in_the_way = []
+    if options.resume != AUTO:
+        in_the_way.append(f"--resume {options.resume}")
+    if config.run.overwrite:
+        in_the_way.append("run.overwrite=true")
+    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
     return job_here(
-        config,
+        config.parallel,
         plan,
         gpus,
         local_ranks,
         run_folder(config),
         "mmtrain.training.loop:main",
-        _threads_of(start, config, local_ranks),
+        threads,
         arguments={
             "config": config,
             "plan": plan,
@@ -231,21 +251,9 @@ def _job(
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
         agreement=compared,
-        how_to_resume=_how_to_resume(config, options),
+        how_to_resume=f"The same command{without} goes on from there",
         saves_when_asked=True,
     )
-
-
-def _threads_of(start: ResumePoint | None, config: RunConfig, local_ranks: int) -> int | None:
-    """Return the threads of each rank of a resumed run, where it has as many ranks and they fit."""
-    if start is None:
-        return None
-    topology = start.checkpoint.state["topology"]
-    threads = topology["threads"]
-    parallel = config.parallel
-    is_alike = (topology["pipeline"], topology["data"]) == (parallel.pipeline, parallel.data)
-    fits = threads * local_ranks <= usable_cores()
-    return threads if is_alike and fits else None
 
 
 def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
@@ -263,7 +271,10 @@ def _refuse_unfit(
 ) -> None:
     """Raise UserError for what this machine lacks for its ranks, `here`."""
     refuse_unfit_trace(options.trace, config.train.max_steps)
-    refuse_missing_libraries(config, with_trackers=is_first)
+    if is_first:
+        refuse_missing_libraries(config.model, config.run.report_to)
+    else:
+        refuse_missing_libraries(config.model)
     refuse_short_host_memory(here)
 
 
@@ -286,11 +297,10 @@ def _prepare(
     details = [*details, *render(plan)]
     with PrefixedLog(folder / log_name(options.node_rank), "launcher") as log:
         log.write("".join(f"{line}\n" for line in details))
-    print_info(*(details if options.verbose else ()), *_introduction(config, plan))
+    if options.verbose:
+        print_info(*details)
 
-
-def _introduction(config: RunConfig, plan: Plan) -> list[str]:
-    """Return lines that tell what trains, on which ranks and data, and where results go."""
+    # what trains, on which ranks and data, and where results go
     replica = [rank for rank in plan.ranks if rank.data == 0]
     parameters = sum(rank.trainable for rank in replica)
     models = plan.llm if plan.vision is None else f"{plan.vision} -> projector -> {plan.llm}"
@@ -303,14 +313,14 @@ def _introduction(config: RunConfig, plan: Plan) -> list[str]:
     data = escape(f"data: {disclosed(shards)}", 120)
     if config.eval.shards is not None:
         data += f"; held out: {escape(str(disclosed(config.eval.shards)), 120)}"
-    return [
+    print_info(
         f"{plan.run}: {models}; {parameters:,} parameters train ({', '.join(plan.trainable)}), "
         "all else is frozen",
         f"{counted(len(plan.ranks), 'rank')} (pipeline {plan.pipeline} x data {plan.data}), "
         f"at most {bytes_text(max(rank.total_bytes for rank in replica))} each; {expected}",
         data,
-        f"results: {run_folder(config)} (the plan and all details: log.txt there, or --verbose)",
-    ]
+        f"results: {folder} (the plan and all details: log.txt there, or --verbose)",
+    )
 
 
 def _leave_page(folder: Path) -> None:
@@ -326,9 +336,11 @@ def _leave_page(folder: Path) -> None:
         )
 
 
-def ranks_of_node(config: RunConfig, options: Options) -> int:
+def ranks_of_node(parallel: ParallelSection, options: Options) -> int:
     """Return the number of ranks on each machine. Raises UserError for wrong options."""
-    nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
+    nodes = options.nnodes
+    node = options.node_rank
+    endpoint = options.rdzv_endpoint
     if nodes < 1 or not 0 <= node < nodes:
         raise UserError(
             f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1"
@@ -340,16 +352,16 @@ def ranks_of_node(config: RunConfig, options: Options) -> int:
     port = re.fullmatch(r".+:(\d{1,5})", endpoint or "")
     if endpoint is not None and not (port and 0 < int(port[1]) < 2**16):
         raise UserError(f"--rdzv-endpoint {endpoint}: needs HOST:PORT, e.g. first-machine:29500")
-    ranks = config.parallel.pipeline * config.parallel.data
+    ranks = parallel.pipeline * parallel.data
     if ranks % nodes:
         raise UserError(
             f"--nnodes {nodes} machines cannot share {ranks} ranks evenly (parallel.pipeline "
-            f"{config.parallel.pipeline} x parallel.data {config.parallel.data})"
+            f"{parallel.pipeline} x parallel.data {parallel.data})"
         )
     return ranks // nodes
 
 
-def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
+def _ranks_of_torchrun(parallel: ParallelSection, options: Options) -> int:
     """Return the number of ranks here. Raises UserError where torchrun started another number."""
     if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
         raise UserError(
@@ -357,11 +369,11 @@ def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
             "give them to torchrun, which starts the ranks here"
         )
     world_size = int(os.environ["WORLD_SIZE"])
-    needed = config.parallel.pipeline * config.parallel.data
+    needed = parallel.pipeline * parallel.data
     if world_size != needed:
         raise UserError(
             f"torchrun started {counted(world_size, 'rank')}; parallel.pipeline "
-            f"{config.parallel.pipeline} x parallel.data {config.parallel.data} needs {needed}: "
+            f"{parallel.pipeline} x parallel.data {parallel.data} needs {needed}: "
             "change --nproc-per-node, or these keys; if no torchrun started this process, unset "
             f"{', '.join(TORCHRUN_VARIABLES)}"
         )
@@ -376,16 +388,6 @@ def _tell_who_can_reach_it(endpoint: str) -> None:
         "or only its own. Better give its address in the cluster's network"
     )
     print_info(f"listening for the other machines on {address}")
-
-
-def _how_to_resume(config: RunConfig, options: Options) -> str:
-    in_the_way = []
-    if options.resume != AUTO:
-        in_the_way.append(f"--resume {options.resume}")
-    if config.run.overwrite:
-        in_the_way.append("run.overwrite=true")
-    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
-    return f"The same command{without} goes on from there"
 
 
 # ---- mmtrain calibrate
@@ -406,7 +408,7 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     uncalibrated = config.changed({"parallel.calibration": None})
     # its costs are assumed
     assumed = plan_here(uncalibrated, gpus, ranks, dataclasses.replace(device, name=""))
-    refuse_missing_libraries(config, with_trackers=False)
+    refuse_missing_libraries(config.model)
     refuse_short_host_memory(assumed.ranks)
     folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
     arguments = {
@@ -417,7 +419,7 @@ def calibrate(config: RunConfig, ranks: int) -> int:
         "can_cut": can_cut,
     }
     target = "mmtrain.calibration.calibrate:calibrate"
-    job = job_here(config, assumed, gpus, ranks, folder, target, arguments=arguments)
+    job = job_here(config.parallel, assumed, gpus, ranks, folder, target, arguments=arguments)
     with prepared(job):
         failure = run_ranks(job)
     if failure is not None:

@@ -1,6 +1,4 @@
-"""One square between the texts that Idefics3Processor writes around an image that it does not
-split.
-"""
+"""One square between the texts of Idefics3Processor for an image that it does not split."""
 
 from __future__ import annotations
 

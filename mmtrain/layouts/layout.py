@@ -1,5 +1,4 @@
-"""What an image becomes: tiles for the encoder, positions of the LLM, text around them. One file a
-layout.
+"""Image layouts: tiles for the encoder, positions of the LLM, text around them. One file a layout.
 
 image (width, height) --ImageLayout.tiling--> Tiling: a grid of tiles, how the picture fills it, its
     positions
@@ -12,10 +11,12 @@ classes alone.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 Canvas = Literal["fitted", "padded", "stretched", "centred"]
+Overview = Literal["first", "last"]
 
 
 class UnfitImage(ValueError):  # noqa: N818
@@ -24,7 +25,7 @@ class UnfitImage(ValueError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Which of a grid's positions show the picture, and how many are made of them."""
+    """The positions of a grid that show the picture, and the number that is made of them."""
 
     top: int  # rows of positions above the picture, and below it, that are left out
     left: int  # positions before it in a row, and behind it, that are left out
@@ -36,9 +37,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What an image of one size becomes. Its tiles are encoded in the order in which their
-    positions stand.
-    """
+    """Tiles and positions of an image of one size; tiles are encoded in the order of positions."""
 
     width: int  # of the image, in pixels; 0 where the layout does not ask for it
     height: int
@@ -46,10 +45,10 @@ class Tiling:
     rows: int = 1  # of the grid of tiles
     columns: int = 1
     # how the grid is filled: fitted, by data.image_fit; padded, on a square of the mean
-    canvas: Canvas = "fitted"
     # colour; stretched, to the grid's size; centred, in its shape, on black
+    canvas: Canvas = "fitted"
     # where a tile of the whole picture stands, resized
-    overview: Literal["first", "last"] | None = None
+    overview: Overview | None = None
     shown: Shown | None = None  # None: all positions of all tiles
     newlines: int = 0  # trained positions among them
 
@@ -88,28 +87,25 @@ class ImageLayout:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What lengths of texts depend on: equal for layouts that write the same around images,
-        empty for no text.
+        """A key of the texts around images: equal for layouts that write equal ones, empty: none.
+
+        Lengths of texts depend on it.
         """
         return ()
 
     @property
     def prompt_text(self) -> str:
-        """What a prompt for the stock processor has for an image."""
+        """The text for an image in a prompt for the stock processor."""
         return self.image_token
 
     @property
     def of_texts(self) -> ImageLayout:
-        """A layout that writes the same texts around an image and needs as few numbers as
-        possible.
-        """
+        """A layout with the same texts around an image and as few numbers as possible."""
         return replace(self, positions_per_tile=1)
 
     @property
     def numbers(self) -> str:
-        """What positions of images depend on beside their sizes: equal for layouts that give them
-        the same.
-        """
+        """A key of the positions of images of any size: equal for layouts that give equal ones."""
         return str(self.positions_per_tile)
 
     @property
@@ -125,7 +121,8 @@ class ImageLayout:
     def trial_sizes(self) -> list[tuple[int, int]]:
         """Widths and heights in pixels whose tilings differ, for a layout that `is_sized`."""
         side = self.tile_size // 2
-        return [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
+        sides = range(side, 13 * side, side)
+        return list(itertools.product(sides, repeat=2))
 
     @property
     def description(self) -> str:
@@ -138,13 +135,13 @@ class ImageLayout:
         return {}
 
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
-        """Return tiles and positions of an image of this size in pixels, one of `images` in its
-        sample.
+        """Return tiles and positions of an image of this size in pixels.
 
-        Raises UnfitImage for one that cannot be cut. Only a layout that `is_sized` needs the size.
+        `images` is the number of them in its sample. Raises UnfitImage for one that cannot be cut.
+        Only a layout that `is_sized` needs the size.
         """
         return Tiling.uncut(self.positions_per_tile)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
-        """Return what stands for an image in a text, in order: words, and numbers of positions."""
+        """Return an image's part of a text, in order: words, and numbers of positions."""
         return (tiling.positions,)

@@ -8,6 +8,7 @@ Sources in transformers: `get_rope_index` of the families' models, and their pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -69,8 +70,11 @@ class PaddleOcrVl(MropeLayout):
     def enlarged(self, width: int, height: int) -> tuple[int, int]:
         cell = self.tile_size
         if height < cell:
-            width, height = round(width * cell / height), cell
-        return (cell, round(height * cell / width)) if width < cell else (width, height)
+            width = round(width * cell / height)
+            height = cell
+        if width < cell:
+            return cell, round(height * cell / width)
+        return width, height
 
 
 def grid_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -80,13 +84,18 @@ def grid_positions(is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np
     text token advances all three by 1. An image stands at one time; what follows it begins at its
     start + max(rows, columns). The largest position is below T.
     """
-    steps = np.ones(len(is_image), np.int64)  # from each token's time to the next one's
-    ends = np.cumsum([rows * columns for rows, columns in grids], dtype=np.int64)
+    counts = list(map(math.prod, grids))
+    ends = np.cumsum(counts, dtype=np.int64)
     places = np.flatnonzero(is_image)
-    assert len(places) == (ends[-1] if grids else 0), (len(places), grids)
+    assert len(places) == sum(counts), (len(places), grids)
+
+    # from each token's time to the next one's
+    steps = np.ones(len(is_image), np.int64)
     steps[places] = 0
-    steps[places[ends - 1]] = [max(grid) for grid in grids]
-    positions = np.tile(np.cumsum(steps) - steps, (3, 1))
+    steps[places[ends - 1]] = list(map(max, grids))
+    times = np.cumsum(steps) - steps
+
+    positions = np.tile(times, (3, 1))
     for end, (rows, columns) in zip(ends, grids, strict=True):
         of_image = places[end - rows * columns : end]
         positions[1, of_image] += np.repeat(np.arange(rows), columns)

@@ -1,9 +1,10 @@
-"""A grid of cells that keeps the image's shape: each cell is f x f patches of the encoder and one
-position of the LLM.
+"""A grid of cells that keeps the image's shape.
+
+Each cell is f x f patches of the encoder and one position of the LLM.
 
 smart    between `min_positions` and `max_positions` cells; small images are enlarged (LFM2-VL's,
-Qwen-VL's) longest  no side longer than `longest_edge` pixels; small images keep their size
-(Pixtral's)
+         Qwen-VL's)
+longest  no side longer than `longest_edge` pixels; small images keep their size (Pixtral's)
 
 The picture is stretched to whole cells. Sources in transformers: `smart_resize` of
 Lfm2VlImageProcessor and of Qwen2VLImageProcessor, `get_resize_output_image_size` of
@@ -23,10 +24,16 @@ from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
 if TYPE_CHECKING:
     import torch
 
-MIN_POSITIONS, MAX_POSITIONS = 64, 256  # Lfm2VlImageProcessor's
+# Lfm2VlImageProcessor's
+MIN_POSITIONS = 64
+MAX_POSITIONS = 256
 PatchOrder = Literal["dy dx c", "c dy dx", "c t dy dx"]  # of a patch's values; t: frames
 # dimensions of patch_rows' view
-_VALUES = {"dy dx c": (5, 8, 2), "c dy dx": (2, 5, 8), "c t dy dx": (2, 5, 8)}
+_VALUES = {
+    "dy dx c": (5, 8, 2),
+    "c dy dx": (2, 5, 8),
+    "c t dy dx": (2, 5, 8),
+}
 FRAMES = 2  # that encoders of videos take of an image
 THINNEST = 200  # times as long as wide; Qwen2VLImageProcessor refuses more
 
@@ -39,8 +46,9 @@ class Native(ImageLayout):
     max_positions: int = MAX_POSITIONS
     longest_edge: int | None = None  # pixels
     factor: int = 1  # patches a side of a cell
-    # as Lfm2VlImageProcessor: short sides count as one cell at first, none exceeds the maximum
-    is_lfm2: bool = False
+    # Lfm2VlImageProcessor's rule: short sides count as one cell at first, and an image that would
+    # have more cells than the maximum is refused, since the processor would cut patches off
+    is_capped: bool = False
 
     name = "native"
     keys = ("min_positions", "max_positions", "longest_edge")
@@ -49,18 +57,19 @@ class Native(ImageLayout):
 
     @property
     def numbers(self) -> str:
-        rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.is_lfm2}"
+        rule = f"{self.min_positions} {self.max_positions} {self.longest_edge} {self.is_capped}"
         return f"{self.name} {self.tile_size} {rule}"
 
     @property
     def most_tiles(self) -> int:
         if self.longest_edge is not None:
             return math.ceil(self.longest_edge / self.tile_size) ** 2
-        if self.is_lfm2:
+        if self.is_capped:
             return self.max_positions
         # Thin images: one side is raised to one cell, or both are rounded up to whole cells.
+        least = self.min_positions
         longest = math.isqrt(THINNEST * self.max_positions)
-        enlarged = self.min_positions + math.ceil(math.sqrt(THINNEST * self.min_positions)) + 2
+        enlarged = least + math.ceil(math.sqrt(THINNEST * least)) + 2
         return max(self.max_positions, longest, enlarged)
 
     @property
@@ -103,54 +112,71 @@ def _grid(layout: Native, width: int, height: int) -> tuple[int, int]:
 
 
 def _smart(height: int, width: int, layout: Native) -> tuple[int, int]:
-    cell, least, most = layout.tile_size, layout.min_positions, layout.max_positions
-    rows, columns = (max(int(layout.is_lfm2), round(side / cell)) for side in (height, width))
+    cell = layout.tile_size
+    least = layout.min_positions
+    most = layout.max_positions
+    shortest = int(layout.is_capped)
+    rows = max(shortest, round(height / cell))
+    columns = max(shortest, round(width / cell))
+
+    # shrink a large image, enlarge a small one
     if rows * columns > most:
         scale = math.sqrt(height * width / (most * cell**2))
-        rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
+        rows = max(1, math.floor(height / scale / cell))
+        columns = max(1, math.floor(width / scale / cell))
     elif rows * columns < least:
         scale = math.sqrt(least * cell**2 / (height * width))
-        rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
-    if layout.is_lfm2 and rows * columns > most:  # its processor would cut such patches off
+        rows = math.ceil(height * scale / cell)
+        columns = math.ceil(width * scale / cell)
+
+    if layout.is_capped and rows * columns > most:
         raise UnfitImage(
             f"{width} x {height} pixels, which become {rows * columns} positions, more than {most}"
         )
     return rows, columns
 
 
-def _longest(height: int, width: int, longest: int, cell: int) -> tuple[int, int]:
-    rows, columns = height, width
-    if (ratio := max(height / longest, width / longest)) > 1:
-        rows, columns = math.floor(height / ratio), math.floor(width / ratio)
-    if not rows or not columns:
+def _longest(
+    height: int,
+    width: int,
+    longest: int,
+    cell: int,
+) -> tuple[int, int]:
+    ratio = max(1, height / longest, width / longest)
+    lines = math.floor(height / ratio)  # pixels
+    length = math.floor(width / ratio)
+    if not lines or not length:
         raise UnfitImage(
             f"{width} x {height} pixels, so thin that nothing of it is left within {longest} pixels"
         )
-    return (rows - 1) // cell + 1, (columns - 1) // cell + 1
+    return -(-lines // cell), -(-length // cell)
 
 
 def patch_rows(
-    cells: torch.Tensor, grid: Sequence[int], side: int, block: int, order: PatchOrder
+    cells: torch.Tensor,
+    grid: Sequence[int],
+    side: int,
+    block: int,
+    order: PatchOrder,
 ) -> torch.Tensor:
-    """Return the patches (P, values) of one picture's cells (N, 3, S, S), `side` patches a side
-    each.
+    """Return the patches (P, values) of one picture's cells (N, 3, S, S).
 
-    They stand row by row; with `block` above 1, blocks stand row by row, and patches row by row in
-    each.
+    A cell has `side` patches a side. Patches stand row by row; with `block` above 1, blocks stand
+    row by row, and patches row by row in each.
     """
-    (rows, columns), size = grid, cells.shape[-1] // side
-    apart = cells.reshape(rows, columns, 3, side // block, block, size, side // block, block, size)
+    size = cells.shape[-1] // side
+    of_side = side // block, block, size
+    apart = cells.reshape(*grid, 3, *of_side, *of_side)
     patches = apart.permute(0, 3, 1, 6, 4, 7, *_VALUES[order])
     if "t" in order.split():
-        patches = patches.unsqueeze(-3).expand(*patches.shape[:-2], FRAMES, size, size)
+        shape = *patches.shape[:-2], FRAMES, size, size
+        patches = patches.unsqueeze(-3).expand(shape)
     return patches.reshape(len(cells) * side**2, -1)
 
 
 def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
     """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
-    (rows, columns), size = grid, cells.shape[-1]
-    return (
-        cells.reshape(rows, columns, 3, size, size)
-        .permute(2, 0, 3, 1, 4)
-        .reshape(3, rows * size, columns * size)
-    )
+    rows, columns = grid
+    size = cells.shape[-1]
+    apart = cells.reshape(rows, columns, 3, size, size).permute(2, 0, 3, 1, 4)
+    return apart.reshape(3, rows * size, columns * size)

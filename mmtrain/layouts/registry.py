@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
@@ -28,6 +29,10 @@ class Strip(Require):
     texts = (name, "", "")
 
 
+def _by_name(*kinds: type[ImageLayout]) -> dict[str, type[ImageLayout]]:
+    return {kind.name: kind for kind in kinds}
+
+
 LayoutName = Literal[
     "square",
     "idefics3",
@@ -39,10 +44,17 @@ LayoutName = Literal[
     "glm_v",
     "paddleocr_vl",
 ]
-LAYOUTS: dict[str, type[ImageLayout]] = {
-    kind.name: kind
-    for kind in (Square, Idefics3, Tiles, Anyres, AnyresMax9, Native, QwenVl, GlmV, PaddleOcrVl)
-}
-# of model.vision
-LAYOUT_KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys))
-TEXT_ALONE: dict[str, type[ImageLayout]] = {kind.name: kind for kind in (Require, Strip)}
+LAYOUTS = _by_name(
+    Square,
+    Idefics3,
+    Tiles,
+    Anyres,
+    AnyresMax9,
+    Native,
+    QwenVl,
+    GlmV,
+    PaddleOcrVl,
+)
+_KEYS = itertools.chain(*(layout.keys for layout in LAYOUTS.values()))
+LAYOUT_KEYS = tuple(dict.fromkeys(_KEYS))  # of model.vision
+TEXT_ALONE = _by_name(Require, Strip)

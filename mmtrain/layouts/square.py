@@ -1,6 +1,4 @@
-"""One square and no text around it, as Llava, AyaVision of one tile, InternVL and PerceptionLM have
-it.
-"""
+"""One square without text: Llava's, InternVL's, PerceptionLM's, AyaVision's of one tile."""
 
 from __future__ import annotations
 

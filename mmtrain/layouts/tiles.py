@@ -8,11 +8,12 @@ transformers; floating-point operations are in its order, since they round.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mmtrain.layouts.layout import ImageLayout, Tiling
+from mmtrain.layouts.layout import ImageLayout, Overview, Tiling
 
 _TILE, _OVERVIEW = "TILE", "TILE_GLOBAL"  # AyaVisionProcessor's texts before tiles
 
@@ -58,40 +59,49 @@ class Tiles(ImageLayout):
         return _tiling(self, width, height)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
-        names = [*(f"{_TILE}_{number}" for number in range(1, tiling.tiles)), _OVERVIEW]
-        return tuple(piece for name in names for piece in (name, self.positions_per_tile))
+        pieces: list[str | int] = []
+        for number in range(1, tiling.tiles):
+            pieces += f"{_TILE}_{number}", self.positions_per_tile
+        return (*pieces, _OVERVIEW, self.positions_per_tile)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _tiling(layout: Tiles, width: int, height: int) -> Tiling:
-    columns, rows = _nearest_shape(width, height, layout.tile_size, layout.max_tiles)
+    side = layout.tile_size
+    columns, rows = _nearest_shape(width, height, side, layout.max_tiles)
     tiles = rows * columns
-    if tiles == 1:
-        return Tiling(width, height, layout.positions_per_tile, canvas="stretched")
-    return Tiling(
-        width, height, layout.positions_per_tile * (tiles + 1), rows, columns, "stretched", "last"
-    )
+    overview: Overview | None = None
+    if tiles > 1:
+        overview = "last"
+        tiles += 1
+    positions = layout.positions_per_tile * tiles
+    return Tiling(width, height, positions, rows, columns, "stretched", overview)
 
 
-def _nearest_shape(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
-    """Columns and rows; of equally near shapes the larger while the picture fills more than half of
-    it.
+def _nearest_shape(
+    width: int,
+    height: int,
+    side: int,
+    max_tiles: int,
+) -> tuple[int, int]:
+    """Return columns and rows of the grid whose shape is nearest to the picture's.
+
+    Of equally near ones it is the larger one while the picture fills more than half of it.
     """
-    wanted, least_distance, nearest = width / height, math.inf, (1, 1)
+    shape = width / height
+    least_distance = math.inf
+    nearest = (1, 1)
     for columns, rows in _grids(max_tiles):
-        distance = abs(wanted - columns / rows)
-        if distance < least_distance:
-            least_distance, nearest = distance, (columns, rows)
-        elif distance == least_distance and width * height > 0.5 * side * side * columns * rows:
+        distance = abs(shape - columns / rows)
+        fills_half = width * height > 0.5 * side * side * columns * rows
+        if distance < least_distance or (distance == least_distance and fills_half):
+            least_distance = distance
             nearest = (columns, rows)
     return nearest
 
 
 @functools.cache
 def _grids(max_tiles: int) -> list[tuple[int, int]]:
-    grids = [
-        (columns, rows)
-        for columns in range(1, max_tiles + 1)
-        for rows in range(1, max_tiles // columns + 1)
-    ]
-    return sorted(grids, key=lambda grid: grid[0] * grid[1])
+    pairs = itertools.product(range(1, max_tiles + 1), repeat=2)
+    grids = [pair for pair in pairs if math.prod(pair) <= max_tiles]
+    return sorted(grids, key=math.prod)

@@ -1,4 +1,5 @@
-"""Before a run: does this model, cut and packed as planned, compute what the stock model computes?
+"""Try before a run whether a model, cut and packed as planned, computes what the stock model
+computes.
 
 LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds-->
     recorded, or refused
@@ -29,14 +30,12 @@ from typing import Any
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import EncoderSliceError, UserError
-from mmtrain.base.shared_memory import naming_shared_memory
-from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import run_vision
+from mmtrain.base.errors import EncoderSliceError, UserError, naming_shared_memory
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import check_family, encoder_config, llm_config
-from mmtrain.facts.model_files import Shape, model_folder
-from mmtrain.facts.shapes import vision_shape
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import Models
+from mmtrain.facts.shapes import VisionShape, vision_shape
 from mmtrain.facts.vision_files import is_timm_name
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, python_child
 
@@ -56,7 +55,11 @@ _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print
 
 
 def probe(
-    path: str, cut_points: Sequence[int], streams: bool = False, *, mrope: bool = False
+    path: str,
+    cut_points: Sequence[int],
+    streams: bool = False,
+    *,
+    mrope: bool = False,
 ) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers
     `cut_points`.
@@ -68,7 +71,8 @@ def probe(
     folder = model_folder(path)
     config_json = llm_config(folder)
     check_family(config_json)
-    how, family = "streamed" if streams else "resident", config_json["model_type"]
+    how = "streamed" if streams else "resident"
+    family = config_json["model_type"]
     record = _record(
         ("torch", "transformers"),
         (folder / "config.json").read_bytes(),
@@ -77,112 +81,118 @@ def probe(
     if record.is_file():
         return
     tried = f"{path}: {family} cannot be staged and packed"
-    staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
-    refuse_differences(family, staged, packed)
-    _remember(
-        record,
-        {
-            "family": family,
-            "weights": how,
-            "cut_points": list(cut_points),
-            "staged": staged,
-            "packed": packed,
-        },
+    staged, packed = _differences(
+        "llm",
+        folder,
+        how,
+        mrope,
+        *cut_points,
+        tried=tried,
     )
+    refuse_differences(family, staged, packed)
+    result = {
+        "family": family,
+        "weights": how,
+        "cut_points": list(cut_points),
+        "staged": staged,
+        "packed": packed,
+    }
+    _remember(record, result)
 
 
-def refuse_differences(family: str, staged: float, packed: float) -> None:
+def refuse_differences(
+    family: str,
+    staged: float,
+    packed: float,
+) -> None:
     """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
     advice = (
         "The run would train a wrong model. Use another family, or another version of transformers"
     )
     if not staged <= STAGED_BOUND:  # not >: a NaN is refused too
         raise UserError(
-            f"{family} cannot be cut into stages: "
-            f"its slices differ from the whole model by {staged:.1e} "
-            f"(at most {STAGED_BOUND:.0e} is rounding). {advice}"
+            f"{family} cannot be cut into stages: its slices differ from the whole model by "
+            f"{staged:.1e} (at most {STAGED_BOUND:.0e} is rounding). {advice}"
         )
     if not packed <= PACKED_BOUND:
         raise UserError(
             f"{family} cannot be packed: documents in a pack differ from the documents alone "
-            f"by {packed:.1e} "
-            f"(at most {PACKED_BOUND:.0e} is rounding). {advice}"
+            f"by {packed:.1e} (at most {PACKED_BOUND:.0e} is rounding). {advice}"
         )
 
 
-def probe_encoder(config: RunConfig) -> None:
-    """Try `config`'s encoder, if any, in slices: 5 to 20 s the first time.
+def probe_encoder(models: Models) -> None:
+    """Try a run's encoder, if any, in slices: 5 to 20 s the first time.
 
     Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the
     whole encoder by a bit, fail, or take longer than `SECONDS`, and UserError for an encoder that
     cannot be loaded, cut or not.
     """
-    chosen = config.model.vision
+    chosen = models.section.vision
     if chosen is None:
         return
-    _refuse_unlike_blocks(config)
-    dtype, shape = config.model.vision_dtype, run_vision(config)
-    # of a cell, if it has some
-    factor, merges = math.isqrt(shape.features_per_image), shape.merge > 1
-    # Of a folder its config.json counts, wherever it lies.
-    source = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))
-    question = json.dumps(
-        [source, dtype, chosen.final_norm, factor, merges], sort_keys=True
-    ).encode()
+    shape = models.published_vision
+    fault = f"{chosen.name} cannot be cut into slices"
+    _refuse_unlike_blocks(shape, fault)
+    settings = (
+        models.section.vision_dtype,
+        chosen.final_norm,
+        math.isqrt(shape.features_per_image),  # of a cell, if it has some
+        shape.merge > 1,
+    )
+    source = chosen.name
+    if not is_timm_name(chosen.name):
+        # its config.json counts, wherever the folder lies
+        source = encoder_config(model_folder(chosen.name))
+    question = json.dumps([source, *settings], sort_keys=True).encode()
     record = _record(("torch", "transformers", "timm"), question)
     if record.is_file():
         return
-    fault = f"{chosen.name} cannot be cut into slices"
     try:
         (difference,) = _differences(
-            "encoder", chosen.name, dtype, chosen.final_norm, factor, merges, tried=fault
+            "encoder",
+            chosen.name,
+            *settings,
+            tried=fault,
         )
     except _ChildError as error:
         raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
         raise EncoderSliceError(
             f"{fault}: features of its slices differ from the whole encoder's by up to "
-            f"{difference:.1e}, not 0. "
-            f"{_REMEDY}"
+            f"{difference:.1e}, not 0. {_REMEDY}"
         )
     _remember(record, {"encoder": chosen.name, "difference": difference})
 
 
-def _refuse_unlike_blocks(config: RunConfig) -> None:
+def _refuse_unlike_blocks(shape: VisionShape, fault: str) -> None:
     """Raise EncoderSliceError for an encoder with a block that is not made as one of the first,
     which are tried.
     """
-    chosen = config.model.vision
-    blocks: dict[int, dict[str, Shape]] = defaultdict(dict)
-    for parameter in run_vision(config).parameters:
+    blocks = defaultdict(dict)
+    for parameter in shape.parameters:
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks[int(block[1])][parameter.name[block.end() :]] = parameter.shape
     kinds = [blocks[number] for number in sorted(blocks)]
     for number, kind in enumerate(kinds):
         if kind not in kinds[:BLOCKS]:
             raise EncoderSliceError(
-                f"{chosen.name} cannot be cut into slices: "
-                f"block {number} is unlike the first {BLOCKS}. {_REMEDY}"
+                f"{fault}: block {number} is unlike the first {BLOCKS}. {_REMEDY}"
             )
 
 
 def _record(libraries: Sequence[str], *question: bytes) -> Path:
-    """The file that remembers an answer, named by the question, the libraries and the code of
-    mmtrain's models.
+    """Return the file that remembers an answer, named by the question, the libraries and the code
+    of mmtrain's models.
     """
+    parts = [*question, *(f"{name} {version(name)}".encode() for name in libraries)]
     package = Path(__file__).parents[1]
-    code = [
-        file
-        for wing in ("layouts", "facts", "model")
-        for file in sorted((package / wing).rglob("*.py"))
-    ]
-    parts = [
-        *question,
-        *(f"{name} {version(name)}".encode() for name in libraries),
-        *(file.read_bytes() for file in code),
-    ]
-    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-    return cache_folder("probe") / f"{digest}.json"
+    for wing in ("layouts", "facts", "model"):
+        parts += [file.read_bytes() for file in sorted((package / wing).rglob("*.py"))]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return cache_folder("probe") / f"{digest.hexdigest()}.json"
 
 
 def _remember(record: Path, result: dict[str, Any]) -> None:
@@ -193,21 +203,27 @@ def _remember(record: Path, result: dict[str, Any]) -> None:
 
 
 class _ChildError(UserError):
-    """The child brought no result."""
+    """Raised where the child brought no result."""
 
 
 def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
-    """The numbers that this module, run as a child, prints behind "differences"; `tried` says what
-    a failure means.
+    """Return the numbers that this module, run as a child, prints behind "differences"; `tried`
+    says what a failure means.
     """
     command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(
-        prefix="mmtrain-probe-", suffix=".log", delete=False
+        prefix="mmtrain-probe-",
+        suffix=".log",
+        delete=False,
     ) as stream:
         log = Path(stream.name)
         try:
             child = subprocess.run(
-                **command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS
+                **command,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             raise _ChildError(
@@ -218,11 +234,7 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
         log.unlink()
         return tuple(map(float, results[-1].split()))
     lines = log.read_text(errors="replace").strip().splitlines()
-    causes = (
-        [line for line in lines if _EXCEPTION.match(line)]
-        or lines[-1:]
-        or [f"exit code {child.returncode}"]
-    )
+    causes = [f"exit code {child.returncode}", *lines[-1:], *filter(_EXCEPTION.match, lines)]
     refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
     if causes[-1].startswith(refusal):
         log.unlink()
@@ -230,8 +242,13 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[float, float]:
-    """In the child: the differences, of the best seed if one is out of bounds.
+def _measure_llm(
+    folder: str,
+    how: str,
+    mrope: str,
+    *cut_points: str,
+) -> tuple[float, float]:
+    """Return the differences, in the child, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a
     fault shows with all.
@@ -242,11 +259,9 @@ def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[f
     from mmtrain.model.llm.parity import SEEDS, measure_differences
 
     torch.set_num_threads(1)  # the tiny model gains nothing from more
-    config, borders = (
-        causal_config(Path(folder), mrope == str(True)),
-        [int(layer) for layer in cut_points],
-    )
-    best = (float("inf"), float("inf"))
+    config = causal_config(Path(folder), mrope == str(True))
+    borders = [int(layer) for layer in cut_points]
+    best = (math.inf, math.inf)
     for seed in range(SEEDS):
         best = min(best, measure_differences(config, borders, seed=seed, streams=how == "streamed"))
         if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
@@ -255,10 +270,14 @@ def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[f
 
 
 def _measure_encoder(
-    name: str, dtype: str, final_norm: str, factor: str, merges: str
+    name: str,
+    dtype: str,
+    final_norm: str,
+    factor: str,
+    merges: str,
 ) -> tuple[float]:
-    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a
-    number.
+    """Return the largest difference of a feature over `CUTS`, in the child; infinite where one is
+    not a number.
     """
     import torch
 
@@ -266,13 +285,18 @@ def _measure_encoder(
     from mmtrain.model.encoder.vision_tower import slices_difference
     from mmtrain.model.stage import DTYPES
 
-    shape = vision_shape(name, -1, final_norm == str(True), merges == str(True)).with_cells(
-        int(factor)
-    )
-    tower = made_up_encoder(name, DTYPES[dtype], final_norm == str(True), BLOCKS, shape)
+    has_norm = final_norm == str(True)
+    shape = vision_shape(name, -1, has_norm, merges == str(True)).with_cells(int(factor))
+    tower = made_up_encoder(name, DTYPES[dtype], has_norm, BLOCKS, shape)
     generator = torch.Generator().manual_seed(0)
     tiles = sum(rows * columns for rows, columns in GRIDS)
-    images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)
+    images = torch.randn(
+        tiles,
+        3,
+        tower.image_size,
+        tower.image_size,
+        generator=generator,
+    )
     return (max(slices_difference(tower, cuts, images, GRIDS) for cuts in CUTS),)
 
 

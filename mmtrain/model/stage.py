@@ -1,4 +1,4 @@
-"""What one pipeline stage holds, with one boundary contract.
+"""One pipeline stage: its layers, with one boundary contract.
 
 stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse-->
     hidden (B, L, D)
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.devices import copied
 from mmtrain.config.schema import RunConfig
@@ -32,8 +32,8 @@ from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.connectors import has_grid_positions, run_vision
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import Tiling
 from mmtrain.model.encoder.vision import load_vision
@@ -95,7 +95,7 @@ class Stage(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
-    def layer_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def layer_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its
         global name.
         """
@@ -106,31 +106,44 @@ class Stage(nn.Module):
                 yield global_name, buffer
 
     def encode(
-        self, taken: PackedBatch | torch.Tensor | None, grids: Grids = ()
-    ) -> torch.Tensor | None:
+        self,
+        taken: PackedBatch | Tensor | None,
+        grids: Grids = (),
+    ) -> Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden
         states, contiguous.
 
         `grids` are those of the images whose hidden states are `taken`. None where there is nothing
         to encode.
         """
-        if not isinstance(taken, PackedBatch):
-            return None if taken is None else self.vision.in_groups(taken, grids=grids)
-        tiles, grids = taken.tiles, taken.grids
-        if self.projector is None or (tiles is None and self.encoder_is_frozen):
+        if isinstance(taken, Tensor):
+            return self.vision.in_groups(taken, grids=grids)
+        if taken is None or self.projector is None:
             return None
-        if tiles is None:  # an encoder that trains has gradients to reduce, of a black tile
-            size = self.vision.image_size
-            tiles, grids = torch.zeros(1, 3, size, size, device=taken.input_ids.device), ((1, 1),)
+        tiles = taken.tiles
+        grids = taken.grids
         if self.encoder_is_frozen:
+            if tiles is None:
+                return None
             return self.vision.in_groups(tiles, self.normalised, grids)
+        if tiles is None:
+            # an encoder that trains has gradients to reduce, of a black tile
+            size = self.vision.image_size
+            tiles = torch.zeros(1, 3, size, size, device=taken.input_ids.device)
+            grids = ((1, 1),)
         return self.vision(self.normalised(tiles), grids)
 
-    def normalised(self, tiles: torch.Tensor) -> torch.Tensor:
-        return self.transform.normalise(tiles) if tiles.dtype == torch.uint8 else tiles
+    def normalised(self, tiles: Tensor) -> Tensor:
+        if tiles.dtype == torch.uint8:
+            tiles = self.transform.normalise(tiles)
+        return tiles
 
-    def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) ->
+    def start(
+        self,
+        batch: PackedBatch,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Embed a micro-batch on stage 0 with the features of its tiles (None: `encode` them) ->
         hidden (B, L, D).
         """
         if self.projector is None:
@@ -140,53 +153,59 @@ class Stage(nn.Module):
                 "the features come from another rank's slice"
             )
             features = self.encode(batch)
-        embeddings = self.language.embed(
-            batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0)
-        )
+        text = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0)
+        embeddings = self.language.embed(text)
         # one position of zeros, so that a replica without images has gradients to reduce
         if features is None:
-            features = embeddings.new_zeros(
-                1, self.projector.factor**2, self.vision.feature_shape[-1]
-            )
-        projected, newline = self.projector(features.float()), self.projector.image_newline
+            width = self.vision.feature_shape[-1]
+            features = embeddings.new_zeros(1, self.projector.factor**2, width)
+
+        projected = self.projector(features.float())
+        newline = self.projector.image_newline
+        places = batch.image_places
         if not batch.tilings:
-            hidden = fuse(embeddings, batch.image_places, None)
-            unused = projected.sum() if newline is None else projected.sum() + newline.sum()
+            hidden = fuse(embeddings, places, None)
+            unused = projected.sum()
+            if newline is not None:
+                unused = unused + newline.sum()
             return hidden + 0.0 * unused.to(hidden.dtype)
-        if newline is None:
-            images, *added = projected.flatten(0, 1).split(self.language.hidden_size, dim=-1)
-        else:
-            images, added = arranged(projected, newline, batch.tilings), []
+        if newline is not None:
+            return fuse(embeddings, places, arranged(projected, newline, batch.tilings))
+        images, *added = projected.flatten(0, 1).split(self.language.hidden_size, dim=-1)
         if added:
-            self.language.deepstack = batch.image_places, [each.to(self.dtype) for each in added]
-        return fuse(embeddings, batch.image_places, images)
+            self.language.deepstack = places, [each.to(self.dtype) for each in added]
+        return fuse(embeddings, places, images)
 
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:
         """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets
         `attention`.
         """
+        language = self.language
         with (
             record_backends() as self.attention,
-            refusing_unused(self.language.model, canonical_name),
+            refusing_unused(language.model, canonical_name),
         ):
-            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
-            self.language(hidden, torch.arange(8, device=device)[None])
+            hidden = torch.zeros(
+                1,
+                8,
+                language.hidden_size,
+                dtype=self.dtype,
+                device=device,
+            )
+            language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()
-        vision = self.vision
-        adapted = vision is not None and any(
-            is_adapter(name) for name, _ in vision.global_parameters()
-        )
-        if adapted:  # such an encoder is whole
-            with refusing_unused(vision.model, vision.canonical_name):
-                vision(
-                    torch.zeros(1, 3, vision.image_size, vision.image_size, device=device),
-                    ((1, 1),),
-                )
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
+        vision = self.vision
+        if vision is not None and any(is_adapter(name) for name, _ in vision.global_parameters()):
+            # such an encoder is whole
+            size = vision.image_size
+            with refusing_unused(vision.model, vision.canonical_name):
+                vision(torch.zeros(1, 3, size, size, device=device), ((1, 1),))
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """Run the decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
 
         `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss`
         and `predict` too.
@@ -194,80 +213,104 @@ class Stage(nn.Module):
         return self.language(hidden, position_ids).to(self.dtype)
 
     def loss(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats,
-        supervised tokens).
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss sum in nats and supervised tokens of the last stage's input (B, L, D); labels
+        are (B, L).
         """
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
         loss = supervised_loss_sum(
-            rows, targets, language.logits, language.vocab_size, language.head_parameters()
+            rows,
+            targets,
+            language.logits,
+            language.vocab_size,
+            language.head_parameters(),
         )
         return loss, torch.full((), len(targets), device=hidden.device)
 
     def predict(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised
-        positions, row-major).
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss sum and arg max (S,) at the supervised positions, row-major; on the last
+        stage, without gradients.
         """
         rows, targets = self._supervised(hidden, position_ids, labels)
         return loss_sum_and_predictions(
-            rows, targets, self.language.logits, self.language.vocab_size
+            rows,
+            targets,
+            self.language.logits,
+            self.language.vocab_size,
         )
 
     def _supervised(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return normed hidden states (S, D) and targets (S,) of the supervised tokens, on the
+        device.
+        """
         places = supervised_places(labels)
         rows = self.language.forward_rows(hidden, position_ids, places)
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
 
 
+def streamed_of(stages: Iterable[Stage]) -> StreamedLayers | None:
+    """Return the streamed layers of a rank, which its stages share; None without any."""
+    return next(filter(None, (stage.streamed for stage in stages)), None)
+
+
 def arranged(
-    projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]
-) -> torch.Tensor:
-    """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images
-    become.
+    projected: Tensor,
+    newline: Tensor,
+    tilings: Sequence[Tiling],
+) -> Tensor:
+    """Arrange the embeddings (N, P, D) of tiles as the positions (M, D) of their images.
 
     Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by
     `newline` (D,). Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
     """
-    side, width = math.isqrt(projected.shape[1]), projected.shape[2]
-    positions: list[torch.Tensor] = []
-    for tiles, tiling in zip(
-        projected.split([tiling.tiles for tiling in tilings]), tilings, strict=True
-    ):
+    side = math.isqrt(projected.shape[1])
+    width = projected.shape[2]
+    positions = []
+    images = projected.split([tiling.tiles for tiling in tilings])
+    for tiles, tiling in zip(images, tilings, strict=True):
         shown = tiling.shown
         if shown is None:
             positions += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
             continue
-        grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
+        grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width)
+        grid = grid.permute(4, 0, 2, 1, 3)
         grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
         grid = grid[:, shown.top : shown.top + shown.height, shown.left : shown.left + shown.width]
-        if (shown.lines, shown.length) != (shown.height, shown.width):
-            grid = nn.functional.interpolate(
-                grid[None], (shown.lines, shown.length), mode="bilinear"
-            )[0]
+        size = (shown.lines, shown.length)
+        if size != (shown.height, shown.width):
+            grid = nn.functional.interpolate(grid[None], size, mode="bilinear")[0]
         ends = newline[:, None, None].expand(width, shown.lines, 1)
         positions += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
     return torch.cat(positions)
 
 
 def fuse(
-    embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None
-) -> torch.Tensor:
+    embeddings: Tensor,
+    image_places: Tensor,
+    image_embeddings: Tensor | None,
+) -> Tensor:
     """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows
     laid end to end.
 
     Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError for another number of places.
     """
-    positions, supplied = (
-        len(image_places),
-        0 if image_embeddings is None else len(image_embeddings),
-    )
+    positions = len(image_places)
+    supplied = 0 if image_embeddings is None else len(image_embeddings)
     if positions != supplied:
         raise ValueError(
             f"{positions} image positions in the batch, but {supplied} image embeddings"
@@ -279,28 +322,33 @@ def fuse(
 
 
 class _Put(torch.autograd.Function):
-    """`index_copy` into dimension 0, which itself would keep the rows until backward for their
-    shape alone.
+    """`index_copy` into dimension 0 that does not keep the rows until backward, as torch's does for
+    their shape.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any,
+        into: Tensor,
+        places: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(places)
         return into.index_copy(0, places, rows)
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        ctx: Any,
+        gradient: Tensor,
+    ) -> tuple[Tensor | None, None, Tensor | None]:
         (places,) = ctx.saved_tensors
-        of_into, _, of_rows = ctx.needs_input_grad
-        return (
-            gradient.index_fill(0, places, 0.0) if of_into else None,
-            None,
-            gradient.index_select(0, places) if of_rows else None,
-        )
+        wants_into, _, wants_rows = ctx.needs_input_grad
+        of_into = of_rows = None
+        if wants_into:
+            of_into = gradient.index_fill(0, places, 0.0)
+        if wants_rows:
+            of_rows = gradient.index_select(0, places)
+        return of_into, None, of_rows
 
 
 def build_stage(
@@ -315,53 +363,58 @@ def build_stage(
 
     `streamed`, one for all stages of a rank, takes the layers that the plan streams.
     """
-    dtype = DTYPES[config.model.llm.dtype]
-    assert streamed is not None or not stage.streamed, (
-        "the layers that the stage streams have no source"
-    )
+    models = models_of(config)
+    section = config.model
+    seed = config.run.seed
+    dtype = DTYPES[section.llm.dtype]
+    if not stage.streamed:
+        streamed = None
+    else:
+        assert streamed is not None, "the layers that the stage streams have no source"
     language = load_decoder_layers(
-        config.model.llm.path,
+        section.llm.path,
         stage.first,
         stage.last,
         embedding=stage.front,
         head=stage.head,
         dtype=dtype,
         device=device,
-        streamed=streamed if stage.streamed else None,
+        streamed=streamed,
         streamed_numbers=stage.streamed,
-        mrope=has_grid_positions(config),
+        mrope=models.has_grid_positions,
     )
-    add_adapters(language.model, config.model.lora, canonical_name, config.run.seed)
+    add_adapters(language.model, section.lora, canonical_name, seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
-    vision, projector, chosen = None, None, config.model.vision
-    shape = None if chosen is None else run_vision(config)
-    # layers behind which it adds to all image tokens
-    deepstack = 0 if shape is None else len(shape.deepstack)
-    if (
-        stage.head
-        and stage.last > max(stage.first, deepstack)
-        and takes_rows(language.model.config)
-    ):
+    # not layers behind which DeepStack adds to all image tokens
+    is_narrow = stage.last > max(stage.first, len(models.published_vision.deepstack))
+    if stage.head and is_narrow and takes_rows(language.model.config):
         language.narrow_last_layer()
+
+    vision = None
+    projector = None
+    chosen = section.vision
     if chosen is not None and (stage.front or stage.encoder is not None):
         vision = load_vision(
             chosen.name,
             chosen.select_layer,
-            DTYPES[config.model.vision_dtype],
+            DTYPES[section.vision_dtype],
             device,
             final_norm=chosen.final_norm,
-            shape=shape,
+            shape=models.published_vision,
             blocks=stage.encoder,
         )
-        add_adapters(vision.model, config.model.lora, vision.canonical_name, config.run.seed)
+        add_adapters(vision.model, section.lora, vision.canonical_name, seed)
         if stage.front:
-            projector = starting_projector(config).to(device)
+            projector = starting_projector(models, seed).to(device)
     module = Stage(language, dtype, vision, projector, chosen and chosen.name).eval()
-    set_trainable(module.global_parameters(), config.model.trainable)
+    set_trainable(module.global_parameters(), section.trainable)
     module.try_out(device)
     return module
 
 
-def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+def set_trainable(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    patterns: Sequence[str],
+) -> None:
     for name, parameter in parameters:
         parameter.requires_grad_(matches_any(name, patterns))

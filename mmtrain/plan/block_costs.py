@@ -1,6 +1,6 @@
 """Cost of a transformer block: FLOPs and bytes kept for backward, from its parameters' shapes.
 
-A block is a list of parts (a matrix, a norm, attention itself), each with its place in the order of
+A block is a list of parts (a matrix, a norm, attention itself), each with its slot in the order of
 work. A part needs an input gradient only if something trainable lies before it, in this block or
 upstream; a weight gradient is counted for trainable matrices only. So freezing attention alone, or
 training the last layer alone, is costed as it runs.
@@ -17,6 +17,7 @@ fused attention.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -49,13 +50,13 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a layer's work. Parts of equal `place` do not feed one another."""
+    """A piece of a layer's work. Parts of an equal `slot` do not feed one another."""
 
-    place: float
+    slot: float
     flops: float = 0.0  # forward
     dgrad_factor: float = 1.0  # input gradient's FLOPs, times the forward's
     trained: bool = False
-    # what runs besides and is thrown away, each part where its kind of work runs at all
+    # FLOPs that are computed besides and thrown away, where the part's kind of work runs at all
     wasted: Flops = Flops()
     saved_for_dgrad: float = 0.0  # bytes kept if an input gradient flows through it
     saved_for_wgrad: float = 0.0  # bytes kept if it is trained
@@ -100,30 +101,33 @@ class Block:
     @property
     def attends(self) -> bool:
         """Whether it attends: alone, or beside a recurrent mixer."""
-        mixer, names = self.mixer, (p.name.removeprefix(self.prefix) for p in self.parameters)
-        own = (name for name in names if mixer is None or not name.startswith(mixer.prefix))
-        return any(sublayer_of(name) == Sublayer.PROJECT_IN for name in own)
+        mixer = self.mixer
+        for parameter in self.parameters:
+            name = parameter.name.removeprefix(self.prefix)
+            is_own = mixer is None or not name.startswith(mixer.prefix)
+            if is_own and sublayer_of(name) == Sublayer.PROJECT_IN:
+                return True
+        return False
 
     def inner_width(self, parameter: ParameterShape) -> float:
         """The other side of a matrix between `width` and something else, as far as a token passes
         it.
         """
-        routed = ".experts." in parameter.name and self.experts_per_token
-        return (
-            parameter.numel
-            * (self.experts_per_token / self.experts if routed else 1.0)
-            / self.width
-        )
+        passed: float = parameter.numel
+        if ".experts." in parameter.name and self.experts_per_token:
+            passed *= self.experts_per_token / self.experts
+        return passed / self.width
 
     @property
     def mlp_width(self) -> float:
         """Inner features of its MLPs that a token passes, each MLP counted."""
-        matrices = (p for p in self.parameters if len(p.shape) > 1 and not is_adapter(p.name))
-        return sum(
-            self.inner_width(p)
-            for p in matrices
-            if sublayer_of(p.name.removeprefix(self.prefix)) == Sublayer.MLP_OUT
-        )
+        width = 0.0
+        for parameter in self.parameters:
+            is_matrix = len(parameter.shape) > 1 and not is_adapter(parameter.name)
+            sublayer = sublayer_of(parameter.name.removeprefix(self.prefix))
+            if is_matrix and sublayer == Sublayer.MLP_OUT:
+                width += self.inner_width(parameter)
+        return width
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +159,32 @@ class Mixer:
         convolved = 2 * channels * width * tokens * (1 + (width - 1) / document)
         kept = _CONVOLVED * size * channels
         decay = self.shapes.get("A_log")
+        scan: list[Part] = []
         if decay is None:  # a short convolution; its gates are products with it
-            return [
-                Part(
-                    Sublayer.ATTENTION,
-                    convolved,
-                    saved_for_dgrad=(kept + 2 * size * channels) * tokens,
-                )
-            ]
-        if len(decay) == 2:  # Mamba: token by token
+            saved: float = kept + 2 * size * channels
+        elif len(decay) == 2:  # Mamba: token by token
             states = math.prod(decay)
+            convolved += 2 * states * tokens
             saved = 13.2 * states + 26 * self.inner
-            return [
-                Part(
-                    Sublayer.ATTENTION,
-                    convolved + 2 * states * tokens,
-                    saved_for_dgrad=saved * tokens,
-                )
-            ]
-        heads, chunk = math.prod(decay), block.mixer_chunk
+        else:
+            flops, dgrad_factor, saved = self._chunked(block, size, kept, tokens, document)
+            scan = [Part(Sublayer.ATTENTION, flops, dgrad_factor)]
+        return [Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens), *scan]
+
+    def _chunked(
+        self, block: Block, size: int, kept: int, tokens: float, document: float
+    ) -> tuple[float, float, float]:
+        """Return FLOPs, their factor for an input gradient, and bytes kept of a token, by a mixer
+        that works chunk by chunk.
+        """
+        heads = math.prod(self.shapes["A_log"])
+        chunk = block.mixer_chunk
         values = self.inner // heads
-        chunks, documents = math.ceil(document / chunk), tokens / document
+        state = block.mixer_state or values
+        chunks = math.ceil(document / chunk)
+        documents = tokens / document
+
         if "D" in self.shapes:  # Mamba 2: chunks, then a sum over all chunks before
-            state = block.mixer_state or values
             of_chunk = 2 * chunk**2 * (state + values) + 4 * chunk * state * values
             flops = heads * documents * (chunks * of_chunk + 2 * (chunks + 1) ** 2 * state * values)
             saved = (
@@ -185,31 +192,27 @@ class Mixer:
                 + (38 - 2 * size) * self.inner
                 + heads * (20 * state + 12 * chunk + 8 * values * state / chunk)
             )
-            return [
-                Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens),
-                Part(Sublayer.ATTENTION, flops, dgrad_factor=2.0),
-            ]
-        keys = block.mixer_state or values  # the gated delta rule
-        inside, across = 2 * chunk**2 * (2 * keys + values), 6 * chunk * keys * values
+            return flops, 2.0, saved
+
+        # the gated delta rule; its state has a row for each feature of a key
+        inside = 2 * chunk**2 * (2 * state + values)
+        across = 6 * chunk * state * values
         flops = heads * documents * chunks * (inside + across)
         # A triangular system's gradient; the first chunk's state and what the last one hands on
         # need none.
         more = (
             heads
             * documents
-            * (chunks * 2 * chunk**2 * (keys + values) - 8 * chunk * keys * values)
+            * (chunks * 2 * chunk**2 * (state + values) - 8 * chunk * state * values)
         )
         # kimi_linear's keys decay each by itself
-        decays = keys if math.prod(self.shapes["dt_bias"]) > heads else 0
+        decays = state if math.prod(self.shapes["dt_bias"]) > heads else 0
         padded = chunks * chunk / document
         of_chunks = (21 + 17 * decays) * chunk * padded  # (chunk, chunk) matrices
         saved = kept + heads * (
-            (20 + 6 * size) * keys + 24 * values + of_chunks + 4 * keys * values / chunk
+            (20 + 6 * size) * state + 24 * values + of_chunks + 4 * state * values / chunk
         )
-        return [
-            Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens),
-            Part(Sublayer.ATTENTION, flops, dgrad_factor=2.0 + more / flops),
-        ]
+        return flops, 2.0 + more / flops, saved
 
 
 _CONVOLVED = 3  # elements that a convolution and what follows keep of each channel
@@ -225,12 +228,11 @@ def find_mixer(parameters: Sequence[ParameterShape], prefix: str) -> Mixer | Non
     if convolution is None:
         return None
     inside = convolution.rsplit(".", 2)[0] + "."
-    own = {
-        name.removesuffix(".weight"): shape
-        for name, shape in names.items()
-        if name.startswith(inside)
-    }
-    shapes = {name.rpartition(".")[2]: shape for name, shape in own.items()}
+    shapes = {}
+    for name, shape in names.items():
+        if name.startswith(inside):
+            shapes[name.removesuffix(".weight").rpartition(".")[2]] = shape
+
     is_read = any(len(shape) == 2 for name, shape in shapes.items() if name in _OUT)
     has_state = "A_log" not in shapes or (
         math.prod(shapes["A_log"]) and not shapes.keys().isdisjoint(("D", "dt_bias"))
@@ -238,8 +240,7 @@ def find_mixer(parameters: Sequence[ParameterShape], prefix: str) -> Mixer | Non
     if not (is_read and has_state):
         raise UserError(
             f"{prefix}{inside.rstrip('.')} has a convolution, but not the matrices and the state "
-            "of a known recurrent "
-            "layer. Download the weights again, or use another LLM"
+            "of a known recurrent layer. Download the weights again, or use another LLM"
         )
     return Mixer(inside, shapes)
 
@@ -265,15 +266,18 @@ def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> 
     """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer
     trains.
     """
-    first = min((part.place for part in parts if part.trained), default=None)
+    first = min((part.slot for part in parts if part.trained), default=math.inf)
+    if upstream:
+        first = -math.inf
     forward = dgrad = wgrad = saved = 0.0
     for part in parts:
-        forward += part.flops + with_waste * part.wasted.forward
-        if upstream or (first is not None and first < part.place):
-            dgrad += part.flops * part.dgrad_factor + with_waste * part.wasted.dgrad
+        wasted = part.wasted if with_waste else Flops()
+        forward += part.flops + wasted.forward
+        if first < part.slot:
+            dgrad += part.flops * part.dgrad_factor + wasted.dgrad
             saved += part.saved_for_dgrad
         if part.trained:
-            wgrad += part.flops + with_waste * part.wasted.wgrad
+            wgrad += part.flops + wasted.wgrad
             saved += part.saved_for_wgrad
     return Flops(round(forward), round(dgrad), round(wgrad)), round(saved)
 
@@ -292,117 +296,168 @@ def block_parts(
     `rows` is the number of tokens whose output is used, `context` the number of keys that one of
     those sees, `document` the tokens of a document, which a recurrent mixer takes one by one.
     """
-    query, key = block.heads * block.head_dim, block.kv_heads * block.head_dim
-    mixer = block.mixer
-    parts = [] if mixer is None else mixer.parts(block, size, tokens, document)
+    query = block.heads * block.head_dim
+    key = block.kv_heads * block.head_dim
+    made = _BlockParts(block, trained, size, tokens, rows, query / (query + 2 * key))
+    if made.mixer is not None:
+        made.parts += made.mixer.parts(block, size, tokens, document)
     if block.attends:
-        parts.append(
-            Part(
-                Sublayer.ATTENTION,
-                4 * query * context * rows,  # scores, and values weighted by them
-                dgrad_factor=2.0,
-                # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps
-                # no scores
-                saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens)
-                + 4 * block.heads * rows,
-            )
-        )
-    # what several matrices read is kept once
-    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}
-    mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
+        # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no
+        # scores
+        saved = size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows
+        # scores, and values weighted by them
+        flops = 4 * query * context * rows
+        made.parts.append(Part(Sublayer.ATTENTION, flops, 2.0, saved_for_dgrad=saved))
     for parameter in block.parameters:
-        local = parameter.name.removeprefix(block.prefix)
-        place, is_trained = sublayer_of(local), parameter.name in trained
-        seen = rows
-        in_mixer = mixer is not None and local.startswith(mixer.prefix)
-        if parameter.name.endswith("bias") or (in_mixer and not _is_matrix(parameter)):
-            parts.append(Part(Sublayer.PROJECT_IN if in_mixer else place, trained=is_trained))
-            continue
+        made.add(parameter)
+
+    for (sublayer, elements, seen, _), is_trained in made.shared_inputs.items():
+        saved = seen * size * elements
+        made.parts.append(Part(sublayer, trained=is_trained, saved_for_wgrad=saved))
+    for mlp in made.mlps.values():
+        kept = mlp[Sublayer.MLP_IN]
+        # gate and up against down: the activated gate is kept too, for the product
+        if kept > 1.5 * mlp[Sublayer.MLP_OUT]:
+            kept += mlp[Sublayer.MLP_OUT]
+        made.parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * kept))
+    return made.parts
+
+
+class _BlockParts:
+    """The parts of a block so far, made of one parameter after the other."""
+
+    def __init__(
+        self,
+        block: Block,
+        trained: Collection[str],
+        size: int,
+        tokens: float,
+        rows: float,
+        query_share: float,
+    ) -> None:
+        self.block = block
+        self.trained = trained
+        self.size = size
+        self.tokens = tokens
+        self.rows = rows
+        self.query_share = query_share  # of a fused projection's features
+        self.mixer = block.mixer
+        self.parts: list[Part] = []
+        # whether a matrix trains that reads it; an input of several matrices is kept once
+        self.shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}
+        self.mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
+
+    def add(self, parameter: ParameterShape) -> None:
+        local = parameter.name.removeprefix(self.block.prefix)
+        sublayer = sublayer_of(local)
+        is_trained = parameter.name in self.trained
+        in_mixer = self.mixer is not None and local.startswith(self.mixer.prefix)
+        is_matrix = len(parameter.shape) == 2 and parameter.name.endswith(".weight")
         if in_mixer:
-            is_last = adapted_layer(local).rpartition(".")[2] in _OUT
-            place = Sublayer.PROJECT_OUT if is_last else Sublayer.PROJECT_IN
-        if len(parameter.shape) == 1:
-            elements = parameter.numel
-            # one norm for all heads
-            if place == Sublayer.INNER_NORM and elements == block.head_dim:
-                elements *= block.heads if "q" in local else block.kv_heads
-            if place == Sublayer.INNER_NORM and not local.split(".")[-2].startswith("q"):
-                seen = tokens
-            elif place == Sublayer.INPUT_NORM and rows < tokens:
-                # once for the keys, once for the rows
-                seen = tokens + rows
-            # A norm keeps its input in fp32 and one factor per row; training its weight keeps the
-            # normed input too.
-            kept, kept_trained = seen * (4 * elements + 4), seen * size * elements
-            parts.append(
-                Part(place, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
-            )
-            continue
-        routed = ".experts." in parameter.name
-        # of a token, one for each of its experts
-        copies = max(1, block.experts_per_token) if routed else 1
+            is_last = is_matrix and adapted_layer(local).rpartition(".")[2] in _OUT
+            sublayer = Sublayer.PROJECT_OUT if is_last else Sublayer.PROJECT_IN
+        if parameter.name.endswith("bias") or (in_mixer and not is_matrix):
+            self.parts.append(Part(sublayer, trained=is_trained))
+        elif len(parameter.shape) == 1:
+            self.parts.append(self._norm(parameter.numel, local, sublayer, is_trained))
+        else:
+            self._add_matrix(parameter, local, sublayer, in_mixer)
+
+    def _norm(self, elements: int, local: str, sublayer: Sublayer, is_trained: bool) -> Part:
+        """Return a norm's part: it keeps its input in fp32 and one factor per row; training its
+        weight keeps the normed input too.
+        """
+        seen = self.rows
+        if sublayer == Sublayer.INNER_NORM:
+            if elements == self.block.head_dim:  # one norm for all heads
+                elements *= self.block.heads if "q" in local else self.block.kv_heads
+            if not local.split(".")[-2].startswith("q"):
+                seen = self.tokens
+        elif sublayer == Sublayer.INPUT_NORM and self.rows < self.tokens:
+            # once for the keys, once for the rows
+            seen = self.tokens + self.rows
+        return Part(
+            sublayer,
+            trained=is_trained,
+            saved_for_dgrad=seen * (4 * elements + 4),
+            saved_for_wgrad=seen * self.size * elements,
+        )
+
+    def _add_matrix(
+        self, parameter: ParameterShape, local: str, sublayer: Sublayer, in_mixer: bool
+    ) -> None:
+        block = self.block
+        is_trained = parameter.name in self.trained
+        is_a = parameter.name.endswith(LORA_A)
+        seen = self.rows
         inner = block.inner_width(parameter)
         matrix = 2 * inner * block.width  # FLOPs of one token
         wasted = Flops()
-        if rows < tokens and place in (Sublayer.PROJECT_IN, Sublayer.PROJECT_LATENT):
-            # What A of an adapter makes is for all that its layer does.
-            query_share = 0.0 if parameter.name.endswith(LORA_A) else query / (query + 2 * key)
-            seen, wasted = _projected(local, matrix, query_share, tokens, rows)
-        if parameter.name.endswith(LORA_B):  # it reads what A has made, which nothing else does
-            kept_trained = seen * size * parameter.shape[1]
-            parts.append(
-                Part(place + BEHIND, matrix * seen, 1.0, is_trained, wasted, 0.0, kept_trained)
+        if self.rows < self.tokens and sublayer in (Sublayer.PROJECT_IN, Sublayer.PROJECT_LATENT):
+            # The output of an adapter's A is for all that its layer does.
+            query_share = 0.0 if is_a else self.query_share
+            seen, wasted = _projected(local, matrix, query_share, self.tokens, self.rows)
+        if parameter.name.endswith(LORA_B):  # it alone reads its A's output
+            kept = seen * self.size * parameter.shape[1]
+            self.parts.append(
+                Part(sublayer + BEHIND, matrix * seen, 1.0, is_trained, wasted, 0.0, kept)
             )
-            continue
-        parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted))
-        is_out = place in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
-        if parameter.name.endswith(LORA_A) or place == Sublayer.PROJECT_LATENT:
-            reads = parameter.shape[-1]
-        elif is_out:
-            reads = mixer.inner if in_mixer else query if place == Sublayer.PROJECT_OUT else inner
-        else:
+            return
+        self.parts.append(Part(sublayer, matrix * seen, 1.0, is_trained, wasted))
+
+        # Experts: each of a token's has its copies.
+        copies = 1
+        if ".experts." in parameter.name:
+            copies = max(1, block.experts_per_token)
+        is_out = sublayer in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
+        if is_a or sublayer == Sublayer.PROJECT_LATENT:
+            reads: float = parameter.shape[-1]
+        elif not is_out:
             reads = block.width * copies
-        read = (place, reads, seen, adapted_layer(parameter.name) if is_out else "")
-        shared_inputs[read] = shared_inputs.get(read, False) or is_trained
-        if place in (Sublayer.MLP_IN, Sublayer.MLP_OUT) and not is_adapter(parameter.name):
-            mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
-            mlp[place] = mlp.get(place, 0.0) + inner
+        elif in_mixer:
+            reads = self.mixer.inner
+        elif sublayer == Sublayer.PROJECT_OUT:
+            reads = block.heads * block.head_dim
+        else:
+            reads = inner
+        module = adapted_layer(parameter.name) if is_out else ""
+        read = (sublayer, reads, seen, module)
+        self.shared_inputs[read] = self.shared_inputs.get(read, False) or is_trained
+
+        in_mlp = sublayer in (Sublayer.MLP_IN, Sublayer.MLP_OUT)
+        if in_mlp and not is_adapter(parameter.name):
+            module = local.removesuffix(".weight").rpartition(".")[0]
+            self.mlps.setdefault(module, defaultdict(float))[sublayer] += inner
         # an expert's result is kept for the gradient of its routing weight
-        if routed and place == Sublayer.MLP_OUT:
-            parts.append(
-                Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies)
-            )
-    for (place, elements, seen, _), is_trained in shared_inputs.items():
-        parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
-    for mlp in mlps.values():
-        up, down = mlp.get(Sublayer.MLP_IN, 0.0), mlp.get(Sublayer.MLP_OUT, 0.0)
-        # gate and up against down: the activated gate is kept too, for the product
-        gated = up > 1.5 * down
-        parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * (up + down * gated)))
-    return parts
+        if ".experts." in parameter.name and sublayer == Sublayer.MLP_OUT:
+            saved = self.rows * self.size * block.width * copies
+            self.parts.append(Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=saved))
 
 
 def _projected(
     local_name: str, matrix: float, query_share: float, tokens: float, rows: float
 ) -> tuple[float, Flops]:
-    """(tokens that a matrix before attention is needed for, what runs besides) where only `rows`
-    are asked.
+    """(tokens that a matrix before attention is needed for, FLOPs that are thrown away) where only
+    `rows` are asked.
 
     The layer runs as far as its keys and values for all tokens, then once more for the rows. One
     matrix for query, key and value is needed for a share of both, and its gradients are made for
     all of both.
     """
     module = adapted_layer(local_name).rpartition(".")[2]
+    if module in _FUSED:
+        needed = query_share * rows + (1 - query_share) * tokens
+        unneeded = round(matrix * (tokens + rows - needed))
+        return needed, Flops(unneeded, unneeded, unneeded)
+    needed, other = tokens, rows
     if module in _QUERY:
-        return rows, Flops(forward=0 if module in _LEFT_OUT else round(matrix * tokens))
-    if module not in _FUSED:
-        return tokens, Flops(forward=0 if module in _LEFT_OUT else round(matrix * rows))
-    needed = query_share * rows + (1 - query_share) * tokens
-    unneeded = round(matrix * (tokens + rows - needed))
-    return needed, Flops(unneeded, unneeded, unneeded)
+        needed, other = rows, tokens
+    if module in _LEFT_OUT:
+        return needed, Flops()
+    return needed, Flops(forward=round(matrix * other))
 
 
-BEHIND = 0.5  # places that B of an adapter stands behind its A
+BEHIND = 0.5  # slots from A of an adapter to its B
 # Of the run that does not need them (see last_layer.py); kv_b_proj lies behind the cache, which the
 # first ends at.
 _LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj"}
@@ -411,12 +466,11 @@ _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
 _OUT = {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "projection_layer"}
 
 
-def _is_matrix(parameter: ParameterShape) -> bool:
-    return len(parameter.shape) == 2 and parameter.name.endswith(".weight")
-
-
 _LATENT = {"q_b_proj", "kv_b_proj"}
 _DOWN = {"down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "output_linear", "weights_out"}
+
+
+_MLP = {"mlp", "mixer", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2"}
 _MIDDLE = (
     "post_attention",
     "post_self_attn",
@@ -439,19 +493,22 @@ _OUTPUT = ("post_feedforward", "post_mlp", "ls2", "layer_scale2", "lambda_2")
 
 
 def sublayer_of(local_name: str) -> Sublayer:
-    """Where a parameter acts inside its block, from its stock name below the block
+    """The sublayer in which a parameter acts, from its stock name below the block
     (`self_attn.q_proj.weight`).
 
     An unknown name counts as the block's beginning: if it trains, FLOPs can only be overestimated.
     """
     modules = [m for m in local_name.split(".") if m not in ("weight", "bias", "lora_A", "lora_B")]
-    first, last = modules[0], modules[-1].removesuffix("_bias")
+    first = modules[0]
+    last = modules[-1].removesuffix("_bias")
     if "norm" in first or first.startswith(("ln_", "ls", "layer_scale", "lambda_")):
         if first.startswith(_MIDDLE) or first in _MIDDLE_EXACT:
             return Sublayer.MIDDLE_NORM
         return Sublayer.OUTPUT_NORM if first.startswith(_OUTPUT) else Sublayer.INPUT_NORM
+
+    is_expert = "expert" in local_name
     # nemotron_h
-    if first == "mixer" and last not in _DOWN | {"up_proj", "gate"} and "expert" not in local_name:
+    if first == "mixer" and last not in _DOWN | {"up_proj", "gate"} and not is_expert:
         first = "attention"
     if "attn" in first or "attention" in first:
         if last in _OUT:
@@ -459,12 +516,12 @@ def sublayer_of(local_name: str) -> Sublayer:
         if "norm" in last or last == "sinks":
             return Sublayer.INNER_NORM
         return Sublayer.PROJECT_LATENT if last in _LATENT else Sublayer.PROJECT_IN
+
     # transformers' ViT, whose attention has an `output` of its own
-    if first in ("intermediate", "output"):
-        return Sublayer.MLP_IN if first == "intermediate" else Sublayer.MLP_OUT
-    if (
-        first in ("mlp", "mixer", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2")
-        or "expert" in first
-    ):
+    if first == "output":
+        return Sublayer.MLP_OUT
+    if first == "intermediate":
+        return Sublayer.MLP_IN
+    if first in _MLP or "expert" in first:
         return Sublayer.MLP_OUT if last in _DOWN else Sublayer.MLP_IN
     return Sublayer.INPUT_NORM

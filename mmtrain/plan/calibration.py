@@ -29,9 +29,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
+from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import BITS
-from mmtrain.plan.costs import LayerCost, Models, RunCosts
+from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.optimizers import FP32
 from mmtrain.plan.simulate import MessageCost
 from mmtrain.runtime.gpus import threads_of_rank, usable_cores
@@ -146,12 +148,12 @@ class Calibration:
         return file
 
 
-def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
+def cpu_device(parallel: ParallelSection, local_ranks: int | None = None) -> Device:
     """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run
     are on it).
     """
     cores = usable_cores()
-    ranks = local_ranks or config.parallel.pipeline * config.parallel.data
+    ranks = local_ranks or parallel.pipeline * parallel.data
     cpuinfo = Path("/proc/cpuinfo")
     found = (
         re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
@@ -160,7 +162,7 @@ def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
     )
     name = found[1].strip() if found else platform.processor() or platform.machine()
     return Device(
-        f"{name}, {cores} cores", ranks, threads_of_rank(config.parallel.threads_per_rank, ranks)
+        f"{name}, {cores} cores", ranks, threads_of_rank(parallel.threads_per_rank, ranks)
     )
 
 

@@ -16,25 +16,15 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import DataSection, RunConfig, TrainSection
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK, tiles_per_call
-from mmtrain.facts.connectors import (
-    Branch,
-    Gated,
-    Gelu,
-    LayerNorm,
-    Linear,
-    Operation,
-    RmsNorm,
-    Shuffle,
-    Swiglu,
-    connector_parameters,
-)
+from mmtrain.facts.connectors import Branch, Linear, Operation, Shuffle
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import WHOLE_LAST_LAYER
+from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import Quantisation, is_quantised, quantised_bytes
-from mmtrain.facts.shapes import LlmShape, ParameterShape, VisionShape, matches_any
+from mmtrain.facts.shapes import ParameterShape, VisionShape, matches_any
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
@@ -50,7 +40,7 @@ TYPICAL_SIZE = 640, 480  # pixels of an image of which nothing else is known
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is computed on: a micro-batch in expectation, or a measured step."""
+    """The data that is computed on: a micro-batch in expectation, or a measured step."""
 
     tokens: float  # positions of all its packs; in a measured step those that documents fill
     # tokens of a typical document; of several the sum of their squares over their sum
@@ -63,32 +53,39 @@ class Workload:
     position_rows: int = 1  # 4 with M-RoPE
 
 
-def workload(config: RunConfig, layout: ImageLayout) -> Workload:
+def workload(train: TrainSection, data: DataSection, layout: ImageLayout) -> Workload:
     """Expected contents of a micro-batch: documents of one image, or none, and the expected text,
     without padding.
     """
-    tokens = config.train.packs_per_microbatch * config.data.pack_length
-    tiles, positions = expected_image(config, layout)
-    document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
-    images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
-    attended = (config.data.expected_attended_tiles or tiles) if layout.attends_across else 1.0
-    rows = 4 if layout.has_grid_positions else 1
+    tokens = train.packs_per_microbatch * data.pack_length
+    tiles, positions = expected_image(data, layout)
+    document = min(data.pack_length, positions + data.expected_text_tokens)
+    images = tokens / document
+    attended = 1.0
+    if layout.attends_across:
+        attended = data.expected_attended_tiles or tiles
     return Workload(
-        tokens, document, images * tiles, images * positions, supervised, attended, rows
+        tokens,
+        document,
+        images * tiles,
+        images * positions,
+        tokens * data.expected_supervised_fraction,
+        attended,
+        position_rows=4 if layout.has_grid_positions else 1,
     )
 
 
-def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
+def expected_image(data: DataSection, layout: ImageLayout) -> tuple[float, float]:
     """Tiles and positions of a typical image, from the configuration or for TYPICAL_SIZE."""
     if not layout.takes_images:
         return 0.0, 0.0
-    typical, data = layout.tiling(*TYPICAL_SIZE), config.data
     if data.expected_image_tiles is None or data.expected_image_positions is None:
+        typical = layout.tiling(*TYPICAL_SIZE)
         return typical.tiles, typical.positions
     return data.expected_image_tiles, data.expected_image_positions
 
 
-def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
+def typical_tiling(data: DataSection, layout: ImageLayout) -> Tiling | None:
     """Tiling nearest to the expected image among those that leave a pack room for text; if none
     does, the smallest.
 
@@ -96,10 +93,11 @@ def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
     """
     if not layout.takes_images:
         return None
-    tiles, positions = expected_image(config, layout)
-    sizes = [TYPICAL_SIZE, *(layout.trial_sizes if layout.is_sized else ())]
-    tilings = [layout.tiling(*size) for size in sizes]
-    fitting = [x for x in tilings if x.positions < config.data.pack_length]
+    tiles, positions = expected_image(data, layout)
+    tilings = [layout.tiling(*TYPICAL_SIZE)]
+    if layout.is_sized:
+        tilings += [layout.tiling(*size) for size in layout.trial_sizes]
+    fitting = [x for x in tilings if x.positions < data.pack_length]
     if not fitting:
         return min(tilings, key=lambda x: x.positions)
     return min(fitting, key=lambda x: abs(x.tiles / tiles - 1) + abs(x.positions / positions - 1))
@@ -112,43 +110,14 @@ def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
     if not layout.has_newlines:
         return 0.0
     images = work.tokens / work.document
-    made, overviews = work.tiles * layout.positions_per_tile, images * layout.positions_per_tile
+    made = work.tiles * layout.positions_per_tile
+    overviews = images * layout.positions_per_tile
     return max(
         0.0, made + (made - overviews) / max(images, 1.0) + 2 * work.image_positions - overviews
     )
 
 
 # ---- what layers cost
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The shapes of everything a run holds."""
-
-    llm: LlmShape
-    vision: VisionShape
-    connector: tuple[Operation, ...]
-    layout: ImageLayout
-
-    @property
-    def first_layers(self) -> int:
-        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to
-        travel there.
-        """
-        return 1 + len(self.vision.deepstack)
-
-    @property
-    def projector(self) -> tuple[ParameterShape, ...]:
-        return tuple(connector_parameters(self.connector))
-
-    @property
-    def parameters(self) -> Iterator[ParameterShape]:
-        yield from self.vision.parameters
-        yield from self.projector
-        yield from self.llm.front
-        for layer in self.llm.decoder:
-            yield from layer
-        yield from self.llm.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +188,12 @@ class RunCosts:
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
-    llm, vision = config.model.llm.dtype, config.model.vision_dtype
-    work = workload(config, models.layout)
-    sizes, optimizer = (BYTES[llm], BYTES[vision]), optimizer_of(config.optimizer)
-    return _LayerCosts(
-        models, config.model.trainable, work, *sizes, config.model.llm.quantize, optimizer
-    ).costs()
+    model = config.model
+    work = workload(config.train, config.data, models.layout)
+    sizes = BYTES[model.llm.dtype], BYTES[model.vision_dtype]
+    optimizer = optimizer_of(config.optimizer)
+    costs = _LayerCosts(models, model.trainable, work, *sizes, model.llm.quantize, optimizer)
+    return costs.costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
@@ -252,28 +221,34 @@ class _LayerCosts:
     decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trained = frozenset(
-            p.name for p in self.models.parameters if matches_any(p.name, self.trainable)
-        )
+        names = (p.name for p in self.models.parameters)
+        self.trained = frozenset(name for name in names if matches_any(name, self.trainable))
 
     def costs(self, *, rows_alone: bool = False) -> RunCosts:
         """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family
         does not allow it.
         """
         llm, work = self.models.llm, self.work
-        encoder, front = self.encoder_and_front()
-        layers, upstream = [front], bool(front.trainable_names)
+        encoder = encoder_costs(self.models.vision, self.trained, work, self.vision_size)
+        front = self.front(encoder)
+        layers = [front]
+        upstream = bool(front.trainable_names)
         for i in range(len(llm.decoder)):
             layers.append(self.decoder_layer(i, upstream, on_rows=False))
-            whole_last, upstream_of_last = layers[-1], upstream
+            whole_last = layers[-1]
+            upstream_of_last = upstream
             upstream = upstream or bool(whole_last.trainable_names)
         last = self.block(len(llm.decoder) - 1)
-        if rows_alone or (
-            llm.model_type not in WHOLE_LAST_LAYER and last.attends and last.mixer is None
-        ):
+        may_run_on_rows = llm.model_type not in WHOLE_LAST_LAYER and last.attends
+        if rows_alone or (may_run_on_rows and last.mixer is None):
             layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
         layers.append(self.head(upstream))
-        encoder_names = tuple(name for name in front.trainable_names if name.startswith("vision."))
+
+        of_encoder = tuple(name for name in front.trainable_names if name.startswith("vision."))
+        of_front = front.trainable_names[len(of_encoder) :]
+        shared = 0
+        if llm.tied:
+            shared = sum(p.numel for p in llm.head if p.name == "llm.head.weight")
         return RunCosts(
             layers=tuple(layers),
             whole_last=whole_last,
@@ -282,15 +257,10 @@ class _LayerCosts:
             hidden_bytes=round(work.tokens * self.llm_size * llm.hidden_size),
             integer_bytes=round(work.tokens * (work.position_rows + 1) * INTEGER),
             keeps_input=self.llm_size != FP32,
-            shared_ends_bytes=sum(
-                self.llm_size * p.numel for p in llm.head if p.name == "llm.head.weight"
-            )
-            * llm.tied,
+            shared_ends_bytes=self.llm_size * shared,
             kinds=(
-                LayerKind("encoder", None, False, encoder_names),
-                LayerKind(
-                    "front", None, bool(encoder_names), front.trainable_names[len(encoder_names) :]
-                ),
+                LayerKind("encoder", None, False, of_encoder),
+                LayerKind("front", None, bool(of_encoder), of_front),
                 *(kind for kind, _ in self.decoder.values()),
                 LayerKind("head", None, upstream, layers[-1].trainable_names),
             ),
@@ -302,64 +272,74 @@ class _LayerCosts:
         """Decoder layer `index`, for all tokens or for supervised ones; layers of one kind are
         counted once.
         """
-        parameters, prefix = self.models.llm.decoder[index], f"llm.layers.{index}."
-        shapes = tuple(
-            (p.name.removeprefix(prefix), p.shape, p.name in self.trained) for p in parameters
-        )
-        key = shapes, upstream, on_rows
-        names = tuple(p.name for p in parameters if p.name in self.trained)
+        name = f"llm.layers.{index}"
+        shapes = []
+        trained = []
+        for p in self.models.llm.decoder[index]:
+            shapes.append((p.name.removeprefix(name), p.shape, p.name in self.trained))
+            if p.name in self.trained:
+                trained.append(p.name)
+        key = tuple(shapes), upstream, on_rows
+        names = tuple(trained)
         if key not in self.decoder:
-            kind = LayerKind(prefix[:-1] + " on rows" * on_rows, index, upstream, names, on_rows)
+            if on_rows:
+                name += " on rows"
+            kind = LayerKind(name, index, upstream, names, on_rows)
             self.decoder[key] = kind, self.decoder_kind(kind)
         return replace(self.decoder[key][1], trainable_names=names)
 
     def block(self, index: int) -> Block:
         llm = self.models.llm
-        sizes = (
+        return Block(
+            llm.decoder[index],
+            f"llm.layers.{index}.",
             llm.hidden_size,
             llm.heads,
             llm.kv_heads,
             llm.head_dim,
             llm.experts,
             llm.experts_per_token,
-        )
-        return Block(
-            llm.decoder[index], f"llm.layers.{index}.", *sizes, llm.mixer_state, llm.mixer_chunk
+            llm.mixer_state,
+            llm.mixer_chunk,
         )
 
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
         llm, work, size = self.models.llm, self.work, self.llm_size
         # the last tokens of their documents
         rows = work.supervised if kind.on_rows else work.tokens
-        parameters, block = llm.decoder[kind.layer], self.block(kind.layer)
+        parameters = llm.decoder[kind.layer]
+        block = self.block(kind.layer)
         context = keys_seen(work.document, rows / work.tokens * work.document, llm.window)
         parts = block_parts(block, self.trained, size, work.tokens, rows, context, work.document)
         flops, kept = total(parts, kind.input_gradient)
         needed, _ = total(parts, kind.input_gradient, with_waste=False)
-        made = total(parts, True)[1]  # what a recomputed layer holds while its backward runs
+        made = total(parts, True)[1]  # bytes that a recomputed layer holds in its backward
         # The widest moment: inner features of the MLP two to four times (gate, up, product, or
         # their gradients), and the residual stream with its normed copy and gradients.
-        widest = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
-        layer = self.layer(
-            kind.name,
-            [(parameters, size)],
-            flops,
-            flops * (size == FP32),
-            kept,
-            (widest if kept == 0 else widest // 2, widest, made + widest),
+        widest = forward = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
+        if kept:
+            forward //= 2
+        working = forward, widest, made + widest
+        layer = replace(
+            self.layer(kind.name, [(parameters, size)], flops, self.in_fp32(flops), kept, working),
+            needed_flops=needed,
+            kept_bytes_recomputing=min(kept, round(size * llm.hidden_size * work.tokens)),
         )
-        its_input = round(size * llm.hidden_size * work.tokens)
         own = [p for p in parameters if not is_adapter(p.name)]
         # where an update would have to go back is not built
-        streams = not any(p.name in self.trained for p in own)
+        if any(p.name in self.trained for p in own):
+            return layer
+        sizes = [size * p.numel for p in own]
         return replace(
             layer,
-            needed_flops=needed,
-            kept_bytes_recomputing=min(kept, its_input),
-            streamed_weight_bytes=sum(size * p.numel for p in own) * streams,
-            streamed_bytes=offsets_of(size * p.numel for p in own)[1] * streams,
-            quantised_bytes=sum(map(self.fewer_bytes, own)) * streams,
+            streamed_weight_bytes=sum(sizes),
+            streamed_bytes=offsets_of(sizes)[1],
+            quantised_bytes=sum(map(self.fewer_bytes, own)),
         )
+
+    def in_fp32(self, flops: Flops) -> Flops:
+        """The part of the LLM's FLOPs that is computed in fp32: all or nothing."""
+        return flops if self.llm_size == FP32 else Flops()
 
     def fewer_bytes(self, parameter: ParameterShape) -> int:
         if self.quantisation is None or not is_quantised(parameter.name, parameter.shape):
@@ -380,105 +360,83 @@ class _LayerCosts:
 
         `working_bytes` in forward, in backward, and in a backward that recomputes.
         """
-        trained = [
-            (p, size) for parameters, size in stored for p in parameters if p.name in self.trained
-        ]
+        names = []
+        trainable = weights = state = 0
+        for parameters, size in stored:
+            for p in parameters:
+                weights += size * p.numel
+                if p.name in self.trained:
+                    names.append(p.name)
+                    trainable += p.numel
+                    state += self.optimizer.state_bytes(size) * p.numel
         return LayerCost(
-            kind=kind,
-            trainable_names=tuple(p.name for p, _ in trained),
-            trainable=sum(p.numel for p, _ in trained),
-            flops=flops,
-            needed_flops=flops,
-            weight_bytes=sum(size * p.numel for parameters, size in stored for p in parameters),
-            state_bytes=sum(self.optimizer.state_bytes(size) * p.numel for p, size in trained),
-            kept_bytes=kept_bytes,
-            kept_bytes_recomputing=kept_bytes,
-            forward_working_bytes=working_bytes[0],
-            backward_working_bytes=working_bytes[1],
-            recomputing_working_bytes=working_bytes[2],
-            fp32_flops=fp32_flops,
+            kind,
+            tuple(names),
+            trainable,
+            flops,
+            flops,
+            weights,
+            state,
+            kept_bytes,
+            kept_bytes,
+            *working_bytes,
+            fp32_flops,
         )
 
-    def encoder_and_front(self) -> tuple[EncoderCost, LayerCost]:
-        """The encoder; and the front: its backward and weights if it trains, projector, embedding
-        (0 FLOPs).
+    def front(self, encoder: EncoderCost) -> LayerCost:
+        """The front: projector, embedding (0 FLOPs), and weights and backward of an encoder that
+        trains.
         """
         llm, vision, work = self.models.llm, self.models.vision, self.work
-        encoder = encoder_costs(vision, self.trained, work, self.vision_size)
         upstream = not encoder.frozen
-        # slices hold those of a frozen one
-        encoder_weights = [(vision.parameters, self.vision_size)] * upstream
+        stored = [(self.models.projector, FP32), (llm.front, self.llm_size)]
+        if upstream:  # slices hold those of a frozen one
+            stored.insert(0, (vision.parameters, self.vision_size))
         projector, kept_here = total(self.projector_parts(), upstream)
         # Only a matrix between embedding and hidden width costs anything here, all else is lookup
         # and addition. Text does not pass the encoder: what trains there gives it no gradient.
-        inputs, kept_for_inputs = total(
-            [
-                Part(
-                    0,
-                    2 * p.numel * work.tokens if ".project_in." in p.name else 0.0,
-                    trained=p.name in self.trained,
-                )
-                for p in llm.front
-            ],
-            False,
-        )
+        embedding = []
+        for p in llm.front:
+            flops = 2 * p.numel * work.tokens if ".project_in." in p.name else 0.0
+            embedding.append(Part(0, flops, trained=p.name in self.trained))
+        inputs, kept_for_inputs = total(embedding, False)
+
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they
         # are put in.
         hidden = round(work.image_positions * llm.hidden_size) * (1 + len(vision.deepstack))
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
         arranged = round(_arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
-        widest = max(
-            (rows * x.outputs for x, rows in self.connector_rows() if isinstance(x, Linear)),
-            default=0,
-        )
         # Gradients of linear layers' results.
+        widest = 0.0
+        for operation, rows in self.connector_rows():
+            if isinstance(operation, Linear):
+                widest = max(widest, rows * operation.outputs)
         backward_working = round(3 * widest) * FP32 + encoder.backward_working_bytes
-        front = self.layer(
+        in_fp32 = projector + self.in_fp32(inputs)
+        if encoder.in_fp32:
+            in_fp32 += encoder.backward
+        return self.layer(
             "front",
-            [*encoder_weights, (self.models.projector, FP32), (llm.front, self.llm_size)],
+            stored,
             inputs + encoder.backward + projector,
-            projector + encoder.backward * encoder.in_fp32 + inputs * (self.llm_size == FP32),
+            in_fp32,
             encoder.kept_bytes + kept_here + kept_for_inputs,
             (max(fused, embedded + arranged), backward_working, backward_working),
         )
-        return encoder, front
 
     def projector_parts(self) -> list[Part]:
-        """The connector's operations at places 0, 1, 2, ...; all in fp32."""
-        parts, width = [], 0
-        for place, (operation, rows) in enumerate(self.connector_rows()):
-            for parameter in connector_parameters((operation,)):
-                parts.append(Part(place, trained=parameter.name in self.trained))
-            trained = any(part.trained for part in parts if part.place == place)
-            if isinstance(operation, Linear):
-                flops, saved = (
-                    2 * operation.inputs * operation.outputs * rows,
-                    FP32 * operation.inputs * rows,
-                )
-                weight_trains = f"projector.{operation.name}.weight" in self.trained
-                parts.append(Part(place, flops, trained=weight_trains, saved_for_wgrad=saved))
-                width = operation.outputs
-            elif isinstance(operation, LayerNorm | RmsNorm):
-                # its input, whether or not its own parameters train
-                saved = FP32 * operation.width * rows
-                parts.append(Part(place, saved_for_dgrad=0 if trained else saved))
-                parts.append(Part(place, trained=trained, saved_for_wgrad=saved))
-            elif isinstance(operation, Gelu):
-                parts.append(Part(place, saved_for_dgrad=FP32 * width * rows))
-            elif isinstance(operation, Gated):
-                # its input, what both make of it, the gates' SiLU, and the product
-                flops = 2 * operation.inner * (2 * operation.inputs + operation.outputs) * rows
-                saved, kept = (
-                    FP32 * (operation.inputs + operation.inner) * rows,
-                    FP32 * 3 * operation.inner * rows,
-                )
-                parts.append(
-                    Part(place, flops, trained=trained, saved_for_wgrad=saved, saved_for_dgrad=kept)
-                )
-                width = operation.outputs
-            elif isinstance(operation, Swiglu):  # both halves of its input, and the gates' SiLU
-                parts.append(Part(place, saved_for_dgrad=FP32 * 1.5 * width * rows))
+        """The connector's operations at slots 0, 1, 2, ...; all in fp32."""
+        parts: list[Part] = []
+        for slot, (operation, rows) in enumerate(self.connector_rows()):
+            own = operation.shapes()
+            trained = [name for name in own if f"projector.{name}" in self.trained]
+            parts += [Part(slot, trained=name in trained) for name in own]
+            cost = operation.cost(trained)
+            flops = 2 * cost.products * rows
+            for_dgrad = FP32 * cost.for_input * rows
+            for_wgrad = FP32 * cost.for_weights * rows
+            parts.append(Part(slot, flops, 1.0, cost.trained, Flops(), for_dgrad, for_wgrad))
         return parts
 
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:
@@ -502,27 +460,32 @@ class _LayerCosts:
         parts = [Part(2, saved_for_dgrad=rows * llm.hidden_size * size)]  # the rows' gradient
         head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
         for p in llm.head:
-            is_trained, is_weight = p.name in self.trained, p.name.endswith("weight")
+            is_trained = p.name in self.trained
+            read = rows if p.name.endswith("weight") else 0.0  # biases take no time and no memory
             if p.name.startswith("llm.head."):
-                flops, gradient = 2 * p.numel * rows * is_weight, FP32 * p.numel
-                parts.append(Part(2, flops, trained=is_trained, saved_for_wgrad=gradient))
-                head_bytes += gradient * is_trained
+                gradient = FP32 * p.numel
+                parts.append(
+                    Part(2, 2 * p.numel * read, trained=is_trained, saved_for_wgrad=gradient)
+                )
+                if is_trained:
+                    head_bytes += gradient
             elif len(p.shape) > 1:
                 parts.append(Part(1, 2 * p.numel * rows, trained=is_trained))
             else:
-                kept, kept_trained = rows * (4 * p.numel + 4) * is_weight, rows * size * p.numel
+                kept = read * (4 * p.numel + 4)
+                kept_trained = rows * size * p.numel
                 parts.append(
                     Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
                 )
-        flops, kept = total(parts, upstream)
+        flops, saved = total(parts, upstream)
         # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a
         # trained head's gradient.
         logits = min(LOGITS_PER_CHUNK, round(rows * llm.vocab_size))
         forward = logits * (size + 3 * 4) + 2 * head_bytes
         # The rows' gradient, on its way to hidden states.
         backward = round(rows * llm.hidden_size) * (size + 2 * FP32) + head_bytes
-        working = (forward, backward, backward)
-        return self.layer("head", [(llm.head, size)], flops, flops * (size == FP32), kept, working)
+        working = forward, backward, backward
+        return self.layer("head", [(llm.head, size)], flops, self.in_fp32(flops), saved, working)
 
 
 # ---- the vision encoder
@@ -579,30 +542,31 @@ def encoder_costs(
     train.
     """
     tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
-    flops, kept, trains, in_blocks = Flops(), 0, False, 0
+    flops = Flops()
+    kept = in_blocks = 0
+    trains = False
     for parts, is_block in _encoder_parts(vision, trained, tokens, work, size):
         flops_here, kept_here = total(parts, trains)
-        flops, kept = flops + flops_here, kept + kept_here
-        in_blocks += flops_here.forward * is_block
+        flops += flops_here
+        kept += kept_here
+        if is_block:
+            in_blocks += flops_here.forward
         trains = trains or any(part.trained for part in parts)
     pixels = round(3 * vision.image_size**2 * work.tiles)
     features = round(work.tiles * vision.features_per_image * vision.feature_width) * size
+
     at_once = 1.0  # share of the tiles
     if work.tiles and not trains:
-        at_once = min(
-            1.0, max(work.attended, tiles_per_call(vision.patches_per_image)) / work.tiles
-        )
+        tiles = max(work.attended, tiles_per_call(vision.patches_per_image))
+        at_once = min(1.0, tiles / work.tiles)
     # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width
     # (4x) twice.
     block_working = round(14 * vision.width * tokens * at_once) * size
     working = round(pixels * at_once) * FP32 + block_working
     if at_once < 1:  # beside the tensor of all features
         working += features
+
     blocks = max(1, vision.blocks_run)
-    block_bytes = (
-        size * sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name)) // blocks
-    )
-    stem_bytes = size * sum(p.numel for p in vision.parameters) - vision.blocks_run * block_bytes
     cost = EncoderCost(
         flops.forward,
         frozen=not trains,
@@ -622,6 +586,10 @@ def encoder_costs(
         return replace(
             cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working
         )
+    weights = size * sum(p.numel for p in vision.parameters)
+    of_blocks = sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name))
+    block_bytes = size * of_blocks // blocks
+    stem_bytes = weights - vision.blocks_run * block_bytes
     return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
 
 
@@ -634,58 +602,44 @@ def _encoder_parts(
     """Yield parts and whether they are a block: patches and positions, each block, the norm behind
     them.
     """
-    stem, norm, patches = [], [], work.tiles * vision.patches_per_image
+    stem: list[Part] = []
+    norm: list[Part] = []
+    patches = work.tiles * vision.patches_per_image
+    rows = work.tiles * vision.features_per_image
     blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
     for parameter in vision.parameters:
         is_trained = parameter.name in trained
+        elements = parameter.numel
         if block := ENCODER_BLOCK.match(parameter.name):
             blocks.setdefault(int(block[1]), (block[0], []))[1].append(parameter)
+        elif parameter.name.startswith("vision.merger.") and len(parameter.shape) == 2:
+            kept = rows * parameter.shape[0] * size  # by the GELU between the two
+            if parameter.name.endswith(vision.family.native.merged):
+                kept = 0
+            norm.append(Part(1, 2 * elements * rows, trained=is_trained, saved_for_dgrad=kept))
         elif parameter.name.startswith("vision.merger."):
-            rows = work.tiles * vision.features_per_image
-            if len(parameter.shape) == 2:  # the GELU between the two keeps its input
-                kept = (
-                    0
-                    if parameter.name.endswith(vision.family.native.merged)
-                    else rows * parameter.shape[0] * size
-                )
-                norm.append(
-                    Part(1, 2 * parameter.numel * rows, trained=is_trained, saved_for_dgrad=kept)
-                )
-            else:
-                norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * rows))
+            norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * elements * rows))
         elif _NORM.match(parameter.name):  # it keeps its input in fp32
-            norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
+            norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * elements * tokens))
         else:
-            flops = (
-                2 * parameter.numel * patches
-                if parameter.name == f"vision.{vision.family.patches}"
-                else 0.0
-            )
+            is_matrix = parameter.name == f"vision.{vision.family.patches}"
+            flops = 2 * elements * patches if is_matrix else 0.0
             stem.append(Part(0, flops, trained=is_trained))
+
     yield stem, False
-    head_dim, keys = (
-        vision.width // vision.heads,
-        work.attended * vision.patches_per_image + vision.prefix_tokens,
-    )
+    head_dim = vision.width // vision.heads
     for number, (prefix, parameters) in sorted(blocks.items()):
         block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
-        is_full = vision.window is None or number in vision.full_blocks
-        parts = block_parts(
-            block,
-            trained,
-            size,
-            tokens,
-            tokens,
-            keys if is_full else min(keys, vision.window),
-            tokens,
-        )
+        keys = work.attended * vision.patches_per_image + vision.prefix_tokens
+        if vision.window is not None and number not in vision.full_blocks:
+            keys = min(keys, vision.window)
+        parts = block_parts(block, trained, size, tokens, tokens, keys, tokens)
         if vision.family.native is not None and vision.family.native.images == "packed":
             # Attention of each image is joined; beside rotated queries and keys a fused projection
             # keeps those before.
-            more = 3 if any(".qkv." in p.name or "wqkv" in p.name for p in parameters) else 1
-            parts = [
-                *parts,
-                Part(Sublayer.ATTENTION, saved_for_dgrad=more * vision.width * tokens * size),
-            ]
+            is_fused = any(".qkv." in p.name or "wqkv" in p.name for p in parameters)
+            more = 3 if is_fused else 1
+            saved = more * vision.width * tokens * size
+            parts.append(Part(Sublayer.ATTENTION, saved_for_dgrad=saved))
         yield parts, True
     yield norm, False

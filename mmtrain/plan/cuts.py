@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mmtrain.config.schema import RunConfig
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simulate
@@ -42,12 +41,17 @@ Slices = tuple[int, ...]
 """Blocks of the encoder that each pipeline rank holds."""
 
 
-def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
-    return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
+def given_cut(boundaries: Sequence[int], costs: StageCosts) -> Cut:
+    return (0, *(boundary + 1 for boundary in boundaries), costs.count)
+
+
+def boundaries_of(cut: Cut) -> tuple[int, ...]:
+    """Return the decoder layers at which stage 1, 2, ... begin."""
+    return tuple(border - 1 for border in cut[1:-1])
 
 
 def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
-    return tuple((cut[s], cut[s + 1]) for s in range(rank, len(cut) - 1, pipeline))
+    return tuple(itertools.pairwise(cut))[rank::pipeline]
 
 
 def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
@@ -61,11 +65,8 @@ def uniform_cut(decoder_layers: int, stages: int) -> Cut:
     """The decoder layers in equal parts, front and head on top; needs as many decoder layers as
     stages.
     """
-    return (
-        0,
-        *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)),
-        decoder_layers + 2,
-    )
+    inner = [round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)]
+    return (0, *inner, decoder_layers + 2)
 
 
 def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
@@ -76,19 +77,24 @@ def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool
     nothing else. By dynamic programming over stages; of equally fast cuts the one whose late stages
     hold the most layers.
     """
-    layers, least = costs.count, costs.costs.first_layers
+    layers = costs.count
+    least = costs.costs.first_layers
     # before each stage: end -> (seconds, begin of the last)
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(stages):
         row: dict[int, tuple[float, int]] = {}
-        ends = (
-            [layers] if stage == stages - 1 else range(stage + least, layers - stages + stage + 2)
-        )
-        for end in [1] if front_alone and stage == 0 else ends:
+        ends = range(stage + least, layers - stages + stage + 2)
+        if stage == stages - 1:
+            ends = range(layers, layers + 1)
+        if front_alone and stage == 0:
+            ends = range(1, 2)
+        for end in ends:
             best = math.inf, 0
             for begin in range(end - 1, stage - 1, -1):
                 cost = costs.stage(begin, end, 0)
-                seconds = cost.forward + cost.backward + (encode if begin == 0 else 0.0)
+                seconds = cost.forward + cost.backward
+                if begin == 0:
+                    seconds += encode
                 if seconds > best[0]:  # and so is a stage with more layers
                     break
                 if begin in rows[-1]:
@@ -107,7 +113,7 @@ def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool
 
 
 class EncoderShare(NamedTuple):
-    """What the encoder counts for while cuts are compared."""
+    """The seconds and weights of the encoder that count while cuts are compared."""
 
     seconds: float  # of rank 0, for each micro-batch
     slices: Slices  # whose weights count
@@ -136,7 +142,7 @@ class _Bound(NamedTuple):
 
 
 class _Score(NamedTuple):
-    """How good a cut is: less is better, and what does not fit is worst."""
+    """Sort key of a cut: less is better, and a cut that does not fit is worst."""
 
     overflow: int  # bytes beyond the limit, over all ranks
     seconds: float
@@ -165,12 +171,12 @@ class Cuts:
             schedule = training_schedule(self.pipeline, self.microbatches, kind[1], kind[0])
             moments = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
             self._plain[kind] = PlainSchedule(*kind, schedule, Program(schedule), moments)
-        plain, ranks = self._plain[kind], []
+        plain = self._plain[kind]
+
+        ranks = []
         for rank, blocks in enumerate(slices):
-            ranges = tuple(
-                self.costs.same_range(*layer_range)
-                for layer_range in ranges_of(cut, rank, self.pipeline)
-            )
+            own = ranges_of(cut, rank, self.pipeline)
+            ranges = tuple(self.costs.same_range(begin, end) for begin, end in own)
             key = kind, rank, ranges, blocks
             if key not in self._ranks:
                 self._ranks[key] = self.costs.fitted(rank, ranges, plain.instants[rank], blocks)
@@ -182,19 +188,20 @@ class Cuts:
 
     def stage_seconds(self, ranks: Sequence[RankCost], encode: Sequence[float]) -> StageSeconds:
         timings = self.costs.timings
-        stages = [
-            stage for turn in zip(*(rank.stages for rank in ranks), strict=True) for stage in turn
-        ]
-        streams = any(rank.streamed for rank in ranks)
+        turns = zip(*(rank.stages for rank in ranks), strict=True)
+        stages = [*itertools.chain.from_iterable(turns)]
+        # the columns of StageCost, without its bytes
+        forward, backward, _, *waits = zip(*stages, strict=True)
+        if not any(rank.streamed for rank in ranks):
+            waits = [(), ()]
         return StageSeconds(
-            forward=tuple(stage.forward for stage in stages),
-            backward=tuple(stage.backward for stage in stages),
-            encode=tuple(encode),
-            messages=timings.messages,
-            features=timings.features,
-            end=timings.end,
-            forward_waits=tuple(stage.forward_waits for stage in stages) if streams else (),
-            backward_waits=tuple(stage.backward_waits for stage in stages) if streams else (),
+            forward,
+            backward,
+            tuple(encode),
+            timings.messages,
+            timings.features,
+            timings.end,
+            *waits,
         )
 
     def plain_seconds(self, cut: Cut, share: EncoderShare) -> float:
@@ -210,15 +217,18 @@ class Cuts:
 
         The best may not fit: it then exceeds the memory limit by the fewest bytes.
         """
-        stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
-        seeds, alone = [even_cut(self.costs, stages, share.seconds)], None
+        stages = self.pipeline * stages_per_rank
+        decoder = self.costs.count - 2
         least = self.costs.costs.first_layers
+        seeds = [even_cut(self.costs, stages, share.seconds)]
+        alone: Cut | None = None
         # saves 4% to 6% where an encoder of a third of the work stays on rank 0
         if least == 1 < stages <= decoder + 1:
             alone = even_cut(self.costs, stages, share.seconds, front_alone=True)
             seeds.append(alone)
         if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
             seeds.append(uniform_cut(decoder, stages))
+
         scored: list[tuple[_Score, Cut]] = []
         for seed in dict.fromkeys(seeds):
             score = self._score(seed, share, must=not scored)
@@ -240,15 +250,20 @@ class Cuts:
         while moved:
             moved = False
             limit = best.overflow, best.seconds * (1 - 1e-9)
-            options = sorted(
-                (self._bound(x, share), x) for x in self._moves(cut, self._bound(cut, share))
-            )
-            for bound, changed in options if len(cut) <= FEW_STAGES else options[:MOST_TRIALS]:
-                score = self._score(changed, share) if bound[:2] < limit else None
+            moves = self._moves(cut, self._bound(cut, share))
+            options = sorted((self._bound(x, share), x) for x in moves)
+            if len(cut) > FEW_STAGES:
+                options = options[:MOST_TRIALS]
+            for bound, changed in options:
+                if bound[:2] >= limit:
+                    break
+                score = self._score(changed, share)
                 if score is None:
                     break
                 if score < limit:
-                    best, cut, moved = score, changed, True
+                    best = score
+                    cut = changed
+                    moved = True
                     break
         return best, cut
 
@@ -256,18 +271,23 @@ class Cuts:
         """Yield cuts with one layer less in one stage and one more in another; of many stages those
         of slow ranks.
         """
-        stages, least = len(cut) - 1, self.costs.costs.first_layers
-        slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
-        sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
+        stages = len(cut) - 1
+        sources = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
+        if stages > FEW_STAGES:
+            sources = sources[:2]
         for source, target in itertools.permutations(range(stages), 2):
-            if source % self.pipeline in sources and cut[source + 1] - cut[source] > (
-                1 if source else least
-            ):
-                low, high, step = (source, target, -1) if source < target else (target, source, 1)
-                yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
+            least = 1 if source else self.costs.costs.first_layers
+            may_give = cut[source + 1] - cut[source] > least
+            if source % self.pipeline in sources and may_give:
+                moved = [*cut]
+                for border in range(source + 1, target + 1):
+                    moved[border] -= 1
+                for border in range(target + 1, source + 1):
+                    moved[border] += 1
+                yield tuple(moved)
 
     def _bound(self, cut: Cut, share: EncoderShare) -> _Bound:
-        """Return what a cut takes at least, without simulation.
+        """Return lower bounds of a cut, without simulation.
 
         A rank waits until its first input has passed the ranks before it, then works; so does its
         last gradient.
@@ -276,16 +296,21 @@ class Cuts:
         works = [sum(stage.seconds for stage in rank.stages) for rank in costs]
         works[0] += share.seconds
         ranks = []
-        before, behind, downstream = 0.0, 0.0, sum(works)
+        before = behind = 0.0
+        downstream = sum(works)
         for rank, (cost, work) in enumerate(zip(costs, works, strict=True)):
             downstream -= work
-            least = before + self.microbatches * work + (behind if rank >= first else 0.0)
+            least = before + self.microbatches * work
+            if rank >= first:
+                least += behind
             # after the first backward, before the last forward
             pairs = self.microbatches - self.pipeline + rank
             if stages_per_rank == 1 and rank >= first and pairs >= 0:
                 least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
             ranks.append(least)
-            before += cost.stages[0].forward + share.seconds * (rank == 0)
+            before += cost.stages[0].forward
+            if rank == 0:
+                before += share.seconds
             behind += cost.stages[0].backward
         seconds = max(ranks) + self.costs.timings.end
         return _Bound(self.overflow(costs), seconds, sum(x * x for x in ranks), tuple(ranks))

@@ -19,9 +19,7 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What a rank can be told to do; `stage` and `microbatch` of the instruction say where and for
-    which data.
-    """
+    """The kinds of work of a rank; `stage` and `microbatch` of the instruction name the data."""
 
     LOAD = "load"  # stage 0: read a micro-batch, and tell the chain how many tiles it has
     ENCODE = "encode"  # forward of the slice that the rank of `stage` holds
@@ -64,18 +62,16 @@ class Instruction:
     microbatch: int = -1
 
     def __str__(self) -> str:
-        return (
-            self.op.name
-            if self.stage < 0
-            else f"{self.op.name}(stage {self.stage}, micro-batch {self.microbatch})"
-        )
+        if self.stage < 0:
+            return self.op.name
+        return f"{self.op.name}(stage {self.stage}, micro-batch {self.microbatch})"
 
 
 Schedule = tuple[tuple[Instruction, ...], ...]
 
 
 class Message(NamedTuple):
-    """What crosses from one rank to another."""
+    """Tensors that cross from one rank to another."""
 
     source: int  # rank
     destination: int  # rank
@@ -110,12 +106,12 @@ def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
     """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is
     one.
     """
-    slices = (Op.ENCODE, Op.RECEIVE_FEATURES)
-    return tuple(
-        rank
-        for rank, order in enumerate(schedule)
-        if rank == 0 or any(x.op in slices for x in order)
-    )
+    chain = [0]
+    for rank, order in enumerate(schedule):
+        ops = {x.op for x in order}
+        if rank and not ops.isdisjoint((Op.ENCODE, Op.RECEIVE_FEATURES)):
+            chain.append(rank)
+    return tuple(chain)
 
 
 def sent_after(
@@ -144,22 +140,24 @@ def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int])
     return None
 
 
-def _after(chain: Sequence[int], rank: int, places: int = 1) -> int:
-    return chain[(chain.index(rank) + places) % len(chain)] if rank in chain else rank
+def _after(chain: Sequence[int], rank: int, distance: int = 1) -> int:
+    if rank not in chain:
+        return rank
+    return chain[(chain.index(rank) + distance) % len(chain)]
 
 
 def between(stage: int, consumer: int, microbatch: int, ranks: int) -> Message | None:
     """A message from a stage to the one after or before it; None if both are on one rank."""
+    if ranks == 1:
+        return None
     kind = "activation" if stage < consumer else "gradient"
-    return (
-        Message(stage % ranks, consumer % ranks, kind, consumer, microbatch) if ranks > 1 else None
-    )
+    return Message(stage % ranks, consumer % ranks, kind, consumer, microbatch)
 
 
 def _features(source: int, consumer: int, microbatch: int) -> Message | None:
-    return (
-        Message(source, consumer, "features", consumer, microbatch) if source != consumer else None
-    )
+    if source == consumer:
+        return None
+    return Message(source, consumer, "features", consumer, microbatch)
 
 
 # ---- reading the lists
@@ -193,8 +191,9 @@ def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
     chain = chain_of(schedule)
     posted: dict[Instruction, Message] = {}  # by the instruction that uses it
     for x in schedule[rank]:
-        moves = x.op in SENDS or x.op in RECEIVES
-        message = carried(x, len(schedule), chain) if moves else posted.get(x)
+        message = posted.get(x)
+        if x.op in SENDS or x.op in RECEIVES:
+            message = carried(x, len(schedule), chain)
         if x.op in RECEIVES:
             posted[user_of(x)] = message
         yield Step(rank, x, message)
@@ -214,6 +213,9 @@ def all_steps(schedule: Schedule) -> list[Step]:
     def waits(step: Step) -> bool:
         return step.instruction.op not in SENDS | RECEIVES and step.message not in sent
 
+    def urgency(step: Step) -> tuple[int, int]:
+        return _URGENCY.get(step.instruction.op, 0), step.instruction.stage
+
     def run_to_next_compute(rank: int) -> None:
         for step in lists[rank]:
             if step.instruction.op in COMPUTES or waits(step):
@@ -229,7 +231,7 @@ def all_steps(schedule: Schedule) -> list[Step]:
     for rank in range(len(schedule)):
         run_to_next_compute(rank)
     while runnable := [step for step in waiting.values() if not waits(step)]:
-        step = max(runnable, key=lambda x: (_URGENCY.get(x.instruction.op, 0), x.instruction.stage))
+        step = max(runnable, key=urgency)
         done(waiting.pop(step.rank))
         run_to_next_compute(step.rank)
     if waiting:
@@ -241,10 +243,9 @@ _URGENCY = {Op.BACKWARD: 2, Op.FORWARD: 1}
 
 
 def in_common_order(schedule: Schedule) -> Schedule:
-    """The same work in the same order, with every receive where it cannot hang, whatever waits for
-    what.
+    """The same work in the same order, with every receive where it cannot hang.
 
-    All computes are put into one order for all ranks; a message is received at the place in that
+    All computes are put into one order for all ranks; a message is received at the point of that
     order at which it is sent. So the first operation that is not done never waits for a later one
     (tests/deadlocks.py).
     """
@@ -254,10 +255,12 @@ def in_common_order(schedule: Schedule) -> Schedule:
             ordered[rank].append(x)
         if x.op in SENDS:
             ordered[message.destination].append(message.receive)
+
     # Ranks end together: one that has nothing left to compute may still be sent features for coming
     # steps.
-    ends = [[x for x in instructions if x.stage < 0] for instructions in schedule]
-    return tuple((*order, *end) for order, end in zip(ordered, ends, strict=True))
+    for order, instructions in zip(ordered, schedule, strict=True):
+        order += [x for x in instructions if x.stage < 0]
+    return tuple(map(tuple, ordered))
 
 
 WHOLE_AT_ONCE = 2
@@ -302,7 +305,7 @@ def uses_of(
 
 
 def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """Yield each used layer with the next other one, which is fetched while the first computes."""
+    """Return pairs of each used layer and the next other one, fetched while the first computes."""
     following: int | None = None
     pairs: list[tuple[int, int | None]] = []
     for i in range(len(uses) - 1, -1, -1):
@@ -316,17 +319,19 @@ def fetches_of(uses: Sequence[int]) -> list[int]:
     """Return the layers that are fetched for these uses, in order, if no layer is whole before and
     after them.
     """
-    whole: set[int] = set()
+    whole: tuple[int | None, ...] = (None,)
     fetches: list[int] = []
-    for pair in with_following(uses):
-        wanted = {layer: None for layer in pair if layer is not None}
-        fetches += [layer for layer in wanted if layer not in whole]
-        whole = set(wanted)
+    for layer, following in with_following(uses):
+        if layer not in whole:
+            fetches.append(layer)
+        if following not in (*whole, None):
+            fetches.append(following)
+        whole = layer, following
     return fetches
 
 
 class Waits(NamedTuple):
-    """How long a FORWARD or BACKWARD of one micro-batch waits for fetches."""
+    """The waits of a FORWARD or BACKWARD of one micro-batch for fetches of streamed layers."""
 
     fetches: int  # if its neighbours on the rank use none of its layers
     each: float  # seconds by which a fetch takes longer than the computing that it hides behind
@@ -349,12 +354,14 @@ def waits_of(fetches: int, fetch_seconds: float, compute_seconds: float) -> Wait
     """
     if not fetches:
         return NO_WAITS
-    share = fetches * fetch_seconds / compute_seconds if compute_seconds else 0.0
+    share = 0.0
+    if compute_seconds:
+        share = fetches * fetch_seconds / compute_seconds
     return Waits(fetches, max(0.0, fetch_seconds - compute_seconds / fetches), share)
 
 
 def spread(count: int, of: int) -> list[int]:
-    """Return `count` of `of` places, evenly spread, with as much room before the first as behind
+    """Return `count` of `of` entries, evenly spread, with as much room before the first as behind
     the last.
     """
     return [(2 * i + 1) * of // (2 * count) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Where a frozen encoder runs: in the slots in which its ranks would wait, for coming steps, too.
+"""Slots for a frozen encoder: its ranks run it where they would wait, for coming steps, too.
 
 a step without encoder --simulated, encodes put into its gaps (`_fill`)--> when each slice encodes
     which micro-batch
@@ -44,7 +44,7 @@ SLACK = 0.25
 
 
 class Placement(NamedTuple):
-    """Where slices run, and a lower bound of the step's seconds."""
+    """The encodes of each slice, and a lower bound of the step's seconds."""
 
     least_seconds: float
     chain: Chain
@@ -71,20 +71,24 @@ def placements(
     for filled, least in _fills(program, microbatches, seconds, chain).values():
         if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
             bounds[filled] = least
+
     leading: list[Chain] = []
     if len(chain) > 1:  # the plain schedule has the whole encoder on rank 0
-        few = {1, len(chain), 2 * len(chain)} if len(seconds.forward) == len(schedule) else set()
-        leads = sorted({*few, microbatches})
-        leading = [leading_encodes(schedule, chain, lead) for lead in leads if lead <= microbatches]
+        leads = {microbatches}
+        if len(seconds.forward) == len(schedule):
+            leads |= {1, len(chain), 2 * len(chain)}
+        for lead in sorted(leads):
+            if lead <= microbatches:
+                leading.append(leading_encodes(schedule, chain, lead))
     # With none ahead the first forward comes after a whole chain, and the rest of the step after
     # that forward.
     loose = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode)
     for encodes in leading:
         bounds.setdefault(encodes, loose)
-    options = [Placement(least, encodes) for encodes, least in bounds.items()]
-    best = min((option.least_seconds for option in options), default=0.0) * (1 + GAIN)
+
+    best = min(bounds.values(), default=0.0) * (1 + GAIN)
     return sorted(
-        options,
+        (Placement(least, encodes) for encodes, least in bounds.items()),
         key=lambda x: (x.chain in leading, max(x.least_seconds, best), x.ahead, x.least_seconds),
     )
 
@@ -100,7 +104,7 @@ class _Slice:
         self.begins: list[float] = []  # of each encode
         self.compute: tuple[Step, float]  # the latest one, and when it begins
 
-    def place(self, count: int, now: float) -> float:
+    def encode(self, count: int, now: float) -> float:
         self.before.append(count)
         if not count:
             return 0.0
@@ -114,22 +118,24 @@ class _Slice:
         """
         count = 0 if self.before else self.first
         if self.left > count:
-            fitting = (
-                math.floor((ready - now) / self.seconds - gap) + 1 if self.seconds else self.left
-            )
+            fitting = self.left
+            if self.seconds:
+                fitting = math.floor((ready - now) / self.seconds - gap) + 1
             count = min(max(count, fitting), self.left)
-        return self.place(count, now)
+        return self.encode(count, now)
 
     def least_ahead(self, needed: Sequence[float], first: int, transfer: float) -> int:
         """Return how many micro-batches ahead the slice must be so that each comes when it is
         `needed`.
 
-        `needed`: the times of micro-batch `first`, `first` + 1, ... What an earlier step makes is
+        `needed`: the times of micro-batch `first`, `first` + 1, ... The output of earlier steps is
         there in any case.
         """
         latest = transfer + (1 + SLACK) * self.seconds
-        made = (bisect_right(self.begins, when - latest) for when in needed)
-        return max((first + i - count + 1 for i, count in enumerate(made)), default=0)
+        ahead = 0
+        for number, when in enumerate(needed, first + 1):
+            ahead = max(ahead, number - bisect_right(self.begins, when - latest))
+        return ahead
 
 
 def _fills(
@@ -139,11 +145,10 @@ def _fills(
     come first.
     """
     firsts = dict.fromkeys(round(share * microbatches) for share in SHARES)
-    return {
-        (gap, first): _fill(program, microbatches, seconds, chain, gap, first)
-        for gap in GAPS
-        for first in firsts
-    }
+    fills = {}
+    for gap, first in itertools.product(GAPS, firsts):
+        fills[gap, first] = _fill(program, microbatches, seconds, chain, gap, first)
+    return fills
 
 
 def moved_blocks(
@@ -160,14 +165,16 @@ def moved_blocks(
     chain = chain_of_slices(slices)
     fills = _fills(program, microbatches, seconds_of(slices), chain)
     gap, first = min(fills, key=lambda x: fills[x][1])
-    least, left = fills[gap, first][1], MOVED_INSTRUCTIONS // len(program.steps)
+    least = fills[gap, first][1]
+    left = MOVED_INSTRUCTIONS // len(program.steps)
     moved = True
     while moved:
         moved = False
         for source, target in itertools.permutations(chain, 2):
-            changed = tuple(
-                blocks - (rank == source) + (rank == target) for rank, blocks in enumerate(slices)
-            )
+            blocks = [*slices]
+            blocks[source] -= 1
+            blocks[target] += 1
+            changed = tuple(blocks)
             if left == 0 or min(changed) < 0 or chain_of_slices(changed) != chain:
                 continue
             seconds = seconds_of(changed)
@@ -176,7 +183,9 @@ def moved_blocks(
             left -= 1
             bound = _fill(program, microbatches, seconds, chain, gap, first)[1]
             if bound < least * (1 - 1e-4):
-                slices, least, moved = changed, bound, True
+                slices = changed
+                least = bound
+                moved = True
     return slices
 
 
@@ -198,14 +207,16 @@ def _fill(
     """Put each slice into its rank's gaps of at least `gap` of its encodes, `first` of them before
     the first compute.
 
-    What finds no gap comes at the step's end. Returns the places and a lower bound of the step's
-    seconds.
+    Encodes that find no gap come at the step's end. Returns the encodes of each slice and a lower
+    bound of the step's seconds.
     """
     slices: list[_Slice | None] = [None] * len(seconds.encode)
     if len(chain) == 1:  # no messages
         seconds = replace(seconds, features=MessageCost())
     for rank in chain:
-        messages = seconds.features.send + seconds.features.receive * (rank > 0)
+        messages = seconds.features.send
+        if rank:
+            messages += seconds.features.receive
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
     forwards: list[float] = []  # begins of stage 0's, by micro-batch
     first_forward = seconds.forward[0] + seconds.features.receive
@@ -214,7 +225,9 @@ def _fill(
     def fill(step: Step, now: float, ready: float) -> float:
         rank, x, _ = step
         here = slices[rank]
-        spent = 0.0 if here is None else here.fill(gap, now, ready)
+        spent = 0.0
+        if here is not None:
+            spent = here.fill(gap, now, ready)
         begin = max(now + spent, ready)
         if here is not None:
             here.compute = step, begin
@@ -227,17 +240,17 @@ def _fill(
         step, begin = slices[rank].compute
         x = step.instruction
         done = begin + (others.forward if x.op is Op.FORWARD else others.backward)[x.stage]
-        least = max(least, done + slices[rank].place(slices[rank].left, done) + seconds.end)
-    ahead: dict[int, int] = {}
-    needed, at_least = forwards, 0
+        least = max(least, done + slices[rank].encode(slices[rank].left, done) + seconds.end)
+
+    placed: list[Encodes | None] = [None] * len(slices)
+    needed = forwards
+    ahead = 0
     for rank in reversed(chain):
-        at_least = ahead[rank] = max(
-            at_least, slices[rank].least_ahead(needed, at_least, seconds.features.transfer)
-        )
-        needed = slices[rank].begins
-    return tuple(
-        one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)
-    ), least
+        here = slices[rank]
+        ahead = max(ahead, here.least_ahead(needed, ahead, seconds.features.transfer))
+        placed[rank] = Encodes(ahead, tuple(here.before))
+        needed = here.begins
+    return tuple(placed), least
 
 
 def _without_encoder(seconds: StageSeconds) -> StageSeconds:

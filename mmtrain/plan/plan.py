@@ -36,17 +36,25 @@ class StagePlan:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        decoder = (f"llm.layers.{i}" for i in range(self.first, self.last))
-        return (*(("front",) * self.front), *decoder, *(("head",) * self.head))
+        layers = [f"llm.layers.{i}" for i in range(self.first, self.last)]
+        if self.front:
+            layers.insert(0, "front")
+        if self.head:
+            layers.append("head")
+        return tuple(layers)
 
     @property
     def summary(self) -> str:
-        parts = ["front"] * self.front
+        parts = []
+        if self.front:
+            parts.append("front")
         if self.last - self.first == 1:
             parts.append(f"llm.layers.{self.first}")
         elif self.last > self.first:
             parts.append(f"llm.layers.{self.first}-{self.last - 1}")
-        return " + ".join(parts + ["head"] * self.head)
+        if self.head:
+            parts.append("head")
+        return " + ".join(parts)
 
     @property
     def slice(self) -> str:
@@ -58,7 +66,9 @@ class StagePlan:
         first, last = self.encoder
         if first == last:
             return "patch embedding"
-        return f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}"
+        if last - first == 1:
+            return f"block {first}"
+        return f"blocks {first}-{last - 1}"
 
 
 def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> StagePlan:
@@ -113,7 +123,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class StreamingPlan:
-    """How streamed layers are fetched."""
+    """The source of streamed layers, and the tokens that hide their fetches."""
 
     source: Literal["host", "peers"] | Quantisation  # the latter: in fewer bits, on the device
     weight_shards: int  # replicas that keep a part each
@@ -131,8 +141,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class UniformCut:
-    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank,
-    no prefetch.
+    """The decoder layers in equal parts instead: front and head on top, one stage a rank, no
+    prefetch.
     """
 
     boundaries: tuple[int, ...]
@@ -200,12 +210,10 @@ class Plan:
         """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on
         rank 0.
         """
-        borders = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
-        return (
-            tuple(border[1] - border[0] if border else 0 for border in borders)
-            if any(borders)
-            else ()
-        )
+        slices = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
+        if not any(slices):
+            return ()
+        return tuple(last - first for first, last in (blocks or (0, 0) for blocks in slices))
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
@@ -235,67 +243,77 @@ def render(plan: Plan) -> list[str]:
     its replicas.
     """
     replica = [rank for rank in plan.ranks if rank.data == 0]
-    largest = max(rank.total_bytes for rank in replica)
-    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    measures = (
+    unit, name = unit_of(max(rank.total_bytes for rank in replica))
+    rows = []
+    for rank in replica:
+        trainable = f"{rank.trainable:,}"
+        if rank.trainable >= 1e8:
+            trainable = f"{rank.trainable / 1e6:,.1f}M"
+        cells = [trainable, rank.optimizer]
+        for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes):
+            cells.append(f"{size / unit:,.1f}")
+        for share in (rank.work_share, rank.idle_share):
+            cells.append(f"{100 * share:.1f}")
+        number = _numbers(plan, rank)
+        for stage in rank.stages:
+            layers = stage.summary.replace("llm.layers.", "").replace(" + ", ", ")
+            rows.append([number, stage.stage, layers, *cells])
+            number, cells = "", []
+    columns = (
+        ">rank",
+        ">stage",
+        "layers",
+        ">trainable",
+        "optimizer",
         f">weights\n{name}",
         f">activations\n{name}",
         f">total\n{name}",
         ">work\n%",
         ">idle\n%",
     )
-    rows = []
-    for rank in replica:
-        cells = [
-            f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
-            rank.optimizer,
-            *(
-                f"{size / unit:,.1f}"
-                for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes)
-            ),
-            *(f"{100 * share:.1f}" for share in (rank.work_share, rank.idle_share)),
-        ]
-        number = _numbers(plan, rank)
-        for stage in rank.stages:
-            rows.append(
-                [
-                    number,
-                    stage.stage,
-                    stage.summary.replace("llm.layers.", "").replace(" + ", ", "),
-                    *cells,
-                ]
-            )
-            number, cells = "", []
-    table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
     return [
         *wrapped(*_run(plan)),
-        *table,
+        *table_lines(columns, rows),
         *wrapped(*(_rank(plan, x) for x in replica), *_step(plan, replica)),
     ]
 
 
+def unit_of(largest: int) -> tuple[int, str]:
+    """Return the bytes and the name of the unit for a table whose largest number is this one."""
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+
 def wrapped(*texts: str) -> list[str]:
     """Return sentences as lines that fit the terminal, all but the first of each indented."""
-    options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
-    return [line for text in texts for line in textwrap.wrap(text, terminal_width(), **options)]
+    lines = []
+    for text in texts:
+        lines += textwrap.wrap(
+            text,
+            terminal_width(),
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return lines
 
 
 def _numbers(plan: Plan, rank: RankPlan) -> str:
-    return str(rank.rank) if plan.data == 1 else f"{rank.rank}-{rank.rank + plan.data - 1}"
+    if plan.data == 1:
+        return str(rank.rank)
+    return f"{rank.rank}-{rank.rank + plan.data - 1}"
 
 
 def _ranks(plan: Plan, rank: RankPlan) -> str:
-    return f"rank{'s' * (plan.data > 1)} {_numbers(plan, rank)}"
+    noun = "rank" if plan.data == 1 else "ranks"
+    return f"{noun} {_numbers(plan, rank)}"
 
 
 def _run(plan: Plan) -> Iterator[str]:
-    limit = (
-        "no memory limit"
-        if plan.memory_limit_bytes is None
-        else f"{bytes_text(plan.memory_limit_bytes)} per rank"
-    )
     begins_with = "text" if plan.vision is None else f"{plan.vision} -> projector"
     yield f"{plan.run}: {begins_with} -> {plan.llm}; trains {', '.join(plan.trainable)}"
+    limit = "no memory limit"
+    if plan.memory_limit_bytes is not None:
+        limit = f"{bytes_text(plan.memory_limit_bytes)} per rank"
     yield (
         f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; "
         "per step and replica "
@@ -303,21 +321,24 @@ def _run(plan: Plan) -> Iterator[str]:
         f"{counted(plan.packs_per_microbatch, 'pack')} of "
         f"{counted(plan.pack_length, 'token')}; {limit}"
     )
-    if (image := plan.image) is not None:
-        room = (
-            "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
-        )
+    image = plan.image
+    if image is not None:
         tiles, most_tiles = f"{image.tiles:g} tiles and ", f"{image.most_tiles} and "
         if image.tiles == image.positions:  # a cell each
             tiles = most_tiles = ""
-        yield (
+        text = (
             f"an image ({image.layout}): {tiles}{image.positions:,g} positions expected, at most "
-            f"{most_tiles}{image.most_positions:,}{room}"
+            f"{most_tiles}{image.most_positions:,}"
         )
+        if not image.fits:
+            text += "; a sample with one that large fits into no pack (data.overlong)"
+        yield text
     rates = []
     for group in plan.groups:
-        decay = f" with weight decay {group.weight_decay:g}" if group.weight_decay else ""
-        rates.append(f"{group.name} {group.lr:g}{decay} ({group.trainable:,} parameters)")
+        rate = f"{group.name} {group.lr:g}"
+        if group.weight_decay:
+            rate += f" with weight decay {group.weight_decay:g}"
+        rates.append(f"{rate} ({group.trainable:,} parameters)")
     if rates:
         yield f"learning rates: {'; '.join(rates)}"
 
@@ -334,37 +355,25 @@ def _rank(plan: Plan, rank: RankPlan) -> str:
 
 
 def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
-    total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
+    flops = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
+    work = f"{flops:,.3f}"
+    if flops >= 100:
+        work = f"{flops:,.0f}"
     slowest = max(replica, key=lambda rank: rank.work_share)
-    seconds = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
-    yield (
-        f"step: {seconds}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, of which any "
-        "exact training needs "
-        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with "
-        f"{slowest.work_share:.1%} of the "
-        f"work; idle {plan.idle_share:.1%}"
+    seconds = ""
+    costs = (
+        "assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
     )
-    if plan.step_seconds is None:
-        yield (
-            "costs: assumed, from FLOPs and bytes: shares, no seconds; "
-            "mmtrain calibrate CONFIG measures those"
-        )
-    else:
-        yield f"costs: {plan.costs}"
-    slices = [
-        f"{stage.slice} on {_ranks(plan, rank)}"
-        for rank in replica
-        for stage in rank.stages
-        if stage.slice
-    ]
-    if slices:
-        *others, last = (str(encodes.ahead) for encodes in plan.chain if encodes is not None)
-        yield f"encoder: {', '.join(slices)}; prefetch {', '.join(others)} and {last} micro-batches"
-    elif plan.encode_ahead:
-        yield (
-            f"encoder: on rank 0; prefetch {plan.encode_ahead} "
-            f"micro-batch{'es' * (plan.encode_ahead > 1)}"
-        )
+    if plan.step_seconds is not None:
+        seconds = f"{plan.step_seconds:,.3g} s, "
+        costs = plan.costs
+    yield (
+        f"step: {seconds}{work} TFLOP per replica, of which any exact training needs "
+        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with "
+        f"{slowest.work_share:.1%} of the work; idle {plan.idle_share:.1%}"
+    )
+    yield f"costs: {costs}"
+    yield from _prefetch(plan, replica)
     if plan.streaming is not None:
         yield from _fetches(plan, plan.streaming, max(replica, key=lambda rank: rank.fetched_bytes))
     uniform = plan.uniform
@@ -378,21 +387,30 @@ def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         )
 
 
+def _prefetch(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
+    slices = []
+    for rank in replica:
+        if rank.stages[0].slice:
+            slices.append(f"{rank.stages[0].slice} on {_ranks(plan, rank)}")
+    if slices:
+        *others, last = (str(encodes.ahead) for encodes in plan.chain if encodes is not None)
+        yield f"encoder: {', '.join(slices)}; prefetch {', '.join(others)} and {last} micro-batches"
+    elif plan.encode_ahead:
+        ahead = counted(plan.encode_ahead, "micro-batch", "micro-batches")
+        yield f"encoder: on rank 0; prefetch {ahead}"
+
+
 def _fetches(plan: Plan, streaming: StreamingPlan, rank: RankPlan) -> Iterator[str]:
-    """Where streamed layers come from, and from how many tokens on that costs no time; `rank`
-    fetches the most.
+    """Tell the source of streamed layers, and the number of tokens from which on they cost no time;
+    `rank` fetches the most.
     """
+    fetches = f"{bytes_text(rank.fetched_bytes)} a step"
+    costs = "no rank has more layers than stay whole"
     if streaming.hidden_from_tokens:
         fetches = f"{bytes_text(rank.fetched_bytes // plan.microbatches_per_step)} a micro-batch"
         costs = (
             f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a "
-            "micro-batch on; it has "
-            f"{streaming.microbatch_tokens:,}"
-        )
-    else:
-        fetches, costs = (
-            f"{bytes_text(rank.fetched_bytes)} a step",
-            "no rank has more layers than stay whole",
+            f"micro-batch on; it has {streaming.microbatch_tokens:,}"
         )
     if streaming.source in BITS:
         yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"

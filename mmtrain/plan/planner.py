@@ -1,27 +1,29 @@
 """Config -> plan: which rank holds, trains and runs what; refuses what cannot run or does not fit.
 
-config + model shapes --costs, timings--> seconds and bytes of each layer --search--> layers of each
-    stage, what
-recomputes, where the encoder runs --schedule--> instructions per rank
+config + model shapes --costs, timings--> seconds and bytes of each layer
+    --search--> layers of each stage, what recomputes, where the encoder runs
+    --schedule--> instructions per rank
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.base.errors import MemoryLimitError
-from mmtrain.config.schema import RunConfig
-from mmtrain.facts.adapters import with_adapters
-from mmtrain.facts.connectors import connector_between, image_layout, run_vision
-from mmtrain.facts.shapes import NO_VISION, llm_shape, matches_any
+from mmtrain.base.printing import counted
+from mmtrain.config.parallel import ParallelSection
+from mmtrain.config.schema import DataSection, OptimizerSection, RunConfig
+from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.costs import Models, expected_image, minimal_flops
-from mmtrain.plan.cuts import given_cut, uniform_cut
+from mmtrain.plan.costs import expected_image, minimal_flops
+from mmtrain.plan.cuts import boundaries_of, given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
 from mmtrain.plan.optimizers import parameter_groups
 from mmtrain.plan.plan import (
@@ -43,21 +45,6 @@ STREAMING_GAIN = 0.005
 """Share of a step that streaming must save where it is left to the planner and all fits without."""
 
 
-def models_of(config: RunConfig) -> Models:
-    """Return the shapes of a run's models. Raises UserError if one is not known, or if they do not
-    fit together.
-    """
-    assert config.model.pretrained is None, (
-        "`expand_pretrained` comes before: a plan reads explicit keys"
-    )
-    llm = llm_shape(config.model.llm.path)
-    vision, operations = NO_VISION, ()
-    if config.model.vision is not None:
-        vision = run_vision(config)
-        operations = connector_between(config, vision, llm)
-    return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
-
-
 def make_plan(
     config: RunConfig,
     device_memory_bytes: int | None = None,
@@ -70,35 +57,36 @@ def make_plan(
     machine's CPU); a calibration on it gives the costs. Raises UserError for a config that no plan
     can satisfy, MemoryLimitError, with what each rank needs, if none fits.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    parallel = config.parallel
+    limit = memory_limit(parallel, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search, layout = _searched(config, costs)
-    if config.parallel.streamed_layers == "auto":  # only where it is worth it
-        resident, without = _searched(config, costs.changed(streaming=Streaming()))
-        if without and (
-            not layout
-            or without.simulation.seconds * (1 - STREAMING_GAIN) <= layout.simulation.seconds
-        ):
-            search, layout = resident, without
+    search, layout = _searched(parallel, costs)
+    if parallel.streamed_layers == "auto":  # only where it is worth it
+        resident, without = _searched(parallel, costs.changed(streaming=Streaming()))
+        if without is not None:
+            limit_seconds = without.simulation.seconds * (1 - STREAMING_GAIN)
+            if layout is None or limit_seconds <= layout.simulation.seconds:
+                search, layout = resident, without
     if layout is None:
-        raise MemoryLimitError(does_not_fit(config, search, limit))
+        raise MemoryLimitError(does_not_fit(parallel, search, limit))
     return _plan(config, models, search, layout, limit)
 
 
-def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
-    search = Search(costs, config.parallel.encoder_ranks)
+def _searched(parallel: ParallelSection, costs: StageCosts) -> tuple[Search, PipelineLayout | None]:
+    search = Search(costs, parallel.encoder_ranks)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
         return search, None
-    if config.parallel.boundaries is None:
-        return search, search.find(config.parallel.stages_per_rank)
-    return search, search.at_cut(given_cut(config, costs))
+    if parallel.boundaries is None:
+        return search, search.find(parallel.stages_per_rank)
+    return search, search.at_cut(given_cut(parallel.boundaries, costs))
 
 
-def memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | None:
+def memory_limit(parallel: ParallelSection, device_memory_bytes: int | None) -> int | None:
     """Bytes that a rank may use, as `make_plan` takes them; None: no limit."""
-    if config.parallel.device_memory_gib is not None:
-        return int(config.parallel.device_memory_gib * 2**30)
+    if parallel.device_memory_gib is not None:
+        return int(parallel.device_memory_gib * 2**30)
     return None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
 
 
@@ -106,135 +94,134 @@ def _plan(
     config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None
 ) -> Plan:
     costs = search.costs
-    cut, seconds = layout.cut, layout.simulation.seconds
-    pipeline, microbatches = config.parallel.pipeline, costs.setting.microbatches_per_step
-    ranks = tuple(
-        rank
-        for place in range(pipeline)
-        for rank in _ranks(config, costs, layout, place, microbatches)
-    )
-    replica = [rank for rank in ranks if rank.data == 0]
+    seconds = layout.simulation.seconds
+    model, data = config.model, config.data
+    pipeline, replicas = config.parallel.pipeline, config.parallel.data
+    microbatches = costs.setting.microbatches_per_step
+    replica = [_rank(model.trainable, costs, layout, rank) for rank in range(pipeline)]
+    ranks = []
+    for rank, number in itertools.product(replica, range(replicas)):
+        ranks.append(replace(rank, rank=rank.pipeline * replicas + number, data=number))
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
-    needed = minimal_flops(models, config.model.trainable, costs.costs.work).total * microbatches
-    timings, described = costs.timings, "assumed"
-    if timings.device is not None:
-        described = f"calibrated on {timings.device}"
-        if pipeline > 1 and not timings.measured_messages:
-            described += "; messages assumed"
-        streams = any(rank.streamed for rank in layout.ranks)
-        if streams and costs.setting.streaming.source not in timings.measured_fetches:
-            described += "; fetches assumed"
+    needed = minimal_flops(models, model.trainable, costs.costs.work).total * microbatches
     return Plan(
         run=config.run.name,
-        llm=config.model.llm.path,
-        vision=config.model.vision and config.model.vision.name,
-        trainable=config.model.trainable,
-        groups=_groups(config, models),
+        llm=model.llm.path,
+        vision=model.vision and model.vision.name,
+        trainable=model.trainable,
+        groups=_groups(config.optimizer, models),
         pipeline=pipeline,
         stages_per_rank=layout.stages_per_rank,
-        data=config.parallel.data,
+        data=replicas,
         decoder_layers=costs.count - 2,
-        boundaries=tuple(border - 1 for border in cut[1:-1]),
+        boundaries=boundaries_of(layout.cut),
         first_trainable_stage=layout.first_trainable_stage,
         first_trainable_layer=costs.first_trainable_decoder_layer,
-        streaming=_streaming(config, costs, layout),
+        streaming=_streaming(config.train.packs_per_microbatch * data.pack_length, costs, layout),
         microbatches_per_step=microbatches,
         chain=layout.chain,
         packs_per_microbatch=config.train.packs_per_microbatch,
-        pack_length=config.data.pack_length,
-        image=_expected_image(config, models.layout),
+        pack_length=data.pack_length,
+        image=_expected_image(data, models.layout),
         memory_limit_bytes=limit,
-        costs=described,
-        step_seconds=None if timings.device is None else seconds,
+        costs=_described(costs, layout),
+        step_seconds=None if costs.timings.device is None else seconds,
         idle_share=statistics.fmean(layout.simulation.idle),
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
         seconds=layout.seconds,
-        ranks=ranks,
+        ranks=tuple(ranks),
         schedule=layout.schedule,
     )
 
 
-def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | None:
+def _described(costs: StageCosts, layout: PipelineLayout) -> str:
+    """Tell which costs are measured, and which assumed."""
+    timings = costs.timings
+    if timings.device is None:
+        return "assumed"
+    described = f"calibrated on {timings.device}"
+    if costs.setting.pipeline > 1 and not timings.measured_messages:
+        described += "; messages assumed"
+    streams = any(rank.streamed for rank in layout.ranks)
+    if streams and costs.setting.streaming.source not in timings.measured_fetches:
+        described += "; fetches assumed"
+    return described
+
+
+def _expected_image(data: DataSection, layout: ImageLayout) -> ExpectedImage | None:
     if not layout.is_sized:
         return None
-    most_tiles, most_positions = layout.most_tiles, layout.most_positions
-    fits = most_positions < config.data.pack_length and most_tiles <= (
-        config.data.max_tiles_per_pack or most_tiles
-    )
-    return ExpectedImage(
-        layout.name, *expected_image(config, layout), most_tiles, most_positions, fits
-    )
+    tiles, positions = layout.most_tiles, layout.most_positions
+    fits = positions < data.pack_length and tiles <= (data.max_tiles_per_pack or tiles)
+    return ExpectedImage(layout.name, *expected_image(data, layout), tiles, positions, fits)
 
 
-def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
-    optimizer = config.optimizer
-    is_uniform = optimizer.lr > 0 and not (optimizer.groups or optimizer.weight_decay)
-    sizes = {
-        p.name: p.numel for p in models.parameters if matches_any(p.name, config.model.trainable)
-    }
-    return tuple(
-        GroupPlan(
-            group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters)
-        )
-        for group in parameter_groups(optimizer, sizes)
-        if group.parameters and not is_uniform
-    )
+def _groups(optimizer: OptimizerSection, models: Models) -> tuple[GroupPlan, ...]:
+    if optimizer.lr > 0 and not (optimizer.groups or optimizer.weight_decay):
+        return ()
+    sizes = {p.name: p.numel for p in models.parameters}
+    trained = [name for name in sizes if matches_any(name, models.section.trainable)]
+    groups = []
+    for group in parameter_groups(optimizer, trained):
+        if group.parameters:
+            elements = sum(sizes[name] for name in group.parameters)
+            groups.append(GroupPlan(group.name, group.lr, group.weight_decay, elements))
+    return tuple(groups)
 
 
-def _ranks(
-    config: RunConfig,
-    costs: StageCosts,
-    layout: PipelineLayout,
-    pipeline_rank: int,
-    microbatches: int,
-) -> list[RankPlan]:
-    """Return the plans of a pipeline rank in all replicas."""
-    cut, cost, data = layout.cut, layout.ranks[pipeline_rank], config.parallel.data
-    numbers = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
-    placed = tuple(
-        # A decoder layer's number is its place among all layers less the front.
-        replace(
-            stage_of(cut, s, layout.recompute_layers[s]),
-            streamed=tuple(cut[s] + place - 1 for place in places),
-        )
-        for s, places in zip(numbers, cost.streamed or [()] * len(numbers), strict=True)
-    )
+def _rank(
+    trainable: Sequence[str], costs: StageCosts, layout: PipelineLayout, pipeline_rank: int
+) -> RankPlan:
+    """Return the plan of a pipeline rank in the first replica, as if there were no other."""
+    cut, cost = layout.cut, layout.ranks[pipeline_rank]
+    microbatches = costs.setting.microbatches_per_step
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
-    first = sum(layout.slices[:pipeline_rank])
+    stages = []
+    names: list[str] = []
+    elements = recomputed = 0
+    flops = Flops(encoder.block_forward * blocks)
+    if pipeline_rank == 0:
+        flops += Flops(encoder.stem_forward)
+    for slot, number in enumerate(range(pipeline_rank, len(cut) - 1, costs.setting.pipeline)):
+        stage = stage_of(cut, number, layout.recompute_layers[number])
+        if cost.streamed:
+            # A decoder layer's number is its entry among all layers less the front.
+            streamed = tuple(cut[number] + entry - 1 for entry in cost.streamed[slot])
+            stage = replace(stage, streamed=streamed)
+        stages.append(stage)
+        layers = costs.layers_of(cut[number], cut[number + 1])
+        for layer in layers:
+            names += layer.trainable_names
+            elements += layer.trainable
+            flops += layer.flops
+        for layer in layers[stage.front :][: stage.recompute_layers]:
+            if layer.kept_bytes:
+                recomputed += layer.flops.forward
     if len(ranks_of(layout.chain)) > 1 and layout.chain[pipeline_rank] is not None:
-        placed = (replace(placed[0], encoder=(first, first + blocks)), *placed[1:])
-    held = [costs.layers_of(cut[s], cut[s + 1]) for s in numbers]
-    layers = [layer for stage in held for layer in stage]
-    names = tuple(name for layer in layers for name in layer.trainable_names)
-    of_slice = encoder.stem_forward * placed[0].front + encoder.block_forward * blocks
-    flops = sum((layer.flops for layer in layers), Flops(of_slice))
-    again = [
-        layer.flops.forward * bool(layer.kept_bytes)
-        for stage, there in zip(placed, held, strict=True)
-        for layer in there[stage.front :][: stage.recompute_layers]
-    ]
-    rank = RankPlan(
-        rank=pipeline_rank * data,
+        first = sum(layout.slices[:pipeline_rank])
+        stages[0] = replace(stages[0], encoder=(first, first + blocks))
+
+    return RankPlan(
+        rank=pipeline_rank,
         pipeline=pipeline_rank,
         data=0,
-        stages=placed,
-        trainable_names=names,
-        trainable=sum(layer.trainable for layer in layers),
+        stages=tuple(stages),
+        trainable_names=tuple(names),
+        trainable=elements,
         optimizer=costs.costs.optimizer.name if names else "NoOp",
-        reason=_reason(config, placed, names, placed[-1].stage < layout.first_trainable_stage),
+        reason=_reason(trainable, stages, names, layout.first_trainable_stage),
         weight_bytes=cost.weight_bytes,
         optimizer_bytes=cost.state_bytes,
         activation_bytes=cost.activation_bytes,
         workspace_bytes=cost.working_bytes,
         host_bytes=cost.host_bytes,
-        fetched_bytes=_fetched_bytes(costs, layout, placed),
+        fetched_bytes=_fetched_bytes(costs, layout, stages),
         flops=flops * microbatches,
-        recompute_flops=sum(again) * microbatches,
+        recompute_flops=recomputed * microbatches,
         work_share=cost.seconds / sum(rank.seconds for rank in layout.ranks),
         idle_share=layout.simulation.idle[pipeline_rank],
     )
-    return [replace(rank, rank=rank.rank + replica, data=replica) for replica in range(data)]
 
 
 def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
@@ -244,42 +231,39 @@ def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[S
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
-def _streaming(
-    config: RunConfig, costs: StageCosts, layout: PipelineLayout
-) -> StreamingPlan | None:
+def _streaming(tokens: int, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
+    """Return the plan of the fetches, with micro-batches of `tokens` tokens; None without any."""
     if not any(rank.streamed for rank in layout.ranks):
         return None
-    stages = [stage for rank in layout.ranks for stage in rank.stages]
-    share = max(max(stage.forward_waits.share, stage.backward_waits.share) for stage in stages)
-    tokens, streaming = (
-        config.train.packs_per_microbatch * config.data.pack_length,
-        costs.setting.streaming,
-    )
-    return StreamingPlan(
-        streaming.source, streaming.weight_shards, math.ceil(tokens * share), tokens
-    )
+    share = 0.0
+    for rank in layout.ranks:
+        for stage in rank.stages:
+            share = max(share, stage.forward_waits.share, stage.backward_waits.share)
+    streaming = costs.setting.streaming
+    hidden_from = math.ceil(tokens * share)
+    return StreamingPlan(streaming.source, streaming.weight_shards, hidden_from, tokens)
 
 
 def _reason(
-    config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool
+    trainable: Sequence[str], stages: Sequence[StagePlan], names: Sequence[str], first: int
 ) -> str:
     if names:
-        here = [
-            pattern
-            for pattern in config.model.trainable
-            if any(matches_any(name, (pattern,)) for name in names)
-        ]
-        return f"trains {', '.join(here)} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
-    text = (
-        f"all of {stages[0].summary} is frozen"
-        if len(stages) == 1
-        else "all of its layers are frozen"
-    )
-    return f"{text}, and everything before it: forward only" if upstream else text
+        here = []
+        for pattern in trainable:
+            if any(matches_any(name, (pattern,)) for name in names):
+                here.append(pattern)
+        return f"trains {', '.join(here)} ({counted(len(names), 'tensor')})"
+    text = "all of its layers are frozen"
+    if len(stages) == 1:
+        text = f"all of {stages[0].summary} is frozen"
+    if stages[-1].stage < first:
+        text += ", and everything before it: forward only"
+    return text
 
 
 def _uniform(search: Search, seconds: float) -> UniformCut | None:
-    ranks, decoder = search.pipeline, search.costs.count - 2
+    ranks = search.pipeline
+    decoder = search.costs.count - 2
     if ranks == 1 or decoder < ranks:
         return None
     cut = uniform_cut(decoder, ranks)
@@ -287,4 +271,4 @@ def _uniform(search: Search, seconds: float) -> UniformCut | None:
         return None
     layout = search.plain(cut)
     ratio = layout.simulation.seconds / seconds
-    return UniformCut(tuple(border - 1 for border in cut[1:-1]), search.fits(layout), ratio)
+    return UniformCut(boundaries_of(cut), search.fits(layout), ratio)

@@ -44,8 +44,8 @@ MESSAGES_POSTED_AHEAD = 1
 
 @dataclass(frozen=True, slots=True)
 class Encodes:
-    """Where a rank runs its slice: `before[i]` micro-batches right before its i-th compute,
-    `before[-1]` at the end.
+    """The times at which a rank runs its slice: `before[i]` micro-batches right before its i-th
+    compute, `before[-1]` at the end.
 
     The slice is `ahead` micro-batches of coming steps ahead when a step begins, and again when it
     ends.
@@ -94,140 +94,153 @@ def forward_schedule(
     """
     assert pipeline >= 1 and microbatches >= 1
     stages = pipeline * stages_per_rank
-    orders = [
-        _in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)
-    ]
+    orders = _all_in_groups(pipeline, stages, microbatches, Op.FORWARD)
     encodes = leading_encodes(orders, chain, min(lead, microbatches))
-    return _with_messages(
-        _with_encodes(orders, microbatches, encodes), stages, stages, chain, EVALUATION_END
-    )
+    merged = _with_encodes(orders, microbatches, encodes)
+    return _with_messages(merged, stages, stages, chain, EVALUATION_END)
 
 
 def prelude(encodes: Chain) -> Schedule:
-    """What comes before the first step of a process: every slice encodes what it is ahead when a
+    """The lists before the first step of a process: every slice encodes what it is ahead when a
     step begins.
     """
-    orders = [
-        [] if place is None else [Instruction(Op.ENCODE, rank, k) for k in range(place.ahead)]
-        for rank, place in enumerate(encodes)
-    ]
+    orders: list[list[Instruction]] = [[] for _ in encodes]
+    for rank in ranks_of(encodes):
+        orders[rank] = [Instruction(Op.ENCODE, rank, k) for k in range(encodes[rank].ahead)]
     return _with_messages(orders, len(orders), len(orders), ranks_of(encodes), ())
 
 
-def ranks_of(encodes: Chain) -> tuple[int, ...]:
-    return tuple(rank for rank, place in enumerate(encodes) if place is not None)
+def ranks_of(chain: Chain) -> tuple[int, ...]:
+    return tuple(rank for rank, encodes in enumerate(chain) if encodes is not None)
 
 
-def _in_groups(
-    rank: int, pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0
-) -> list[Instruction]:
-    """A rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches,
+def _all_in_groups(
+    pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0
+) -> list[list[Instruction]]:
+    """Each rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches,
     stage by stage.
     """
-    stages_here = range(rank, stages, pipeline)
-    order = []
-    for begin in range(0, microbatches, pipeline):
-        group = range(begin, min(begin + pipeline, microbatches))
-        for stage in reversed(stages_here) if op is Op.BACKWARD else stages_here:
-            order += [Instruction(op, stage, k) for k in group if stage >= first]
-    return order
+    orders: list[list[Instruction]] = []
+    for rank in range(pipeline):
+        stages_here = [stage for stage in range(rank, stages, pipeline) if stage >= first]
+        if op is Op.BACKWARD:
+            stages_here.reverse()
+        order = []
+        for begin in range(0, microbatches, pipeline):
+            group = range(begin, min(begin + pipeline, microbatches))
+            for stage in stages_here:
+                order += [Instruction(op, stage, k) for k in group]
+        orders.append(order)
+    return orders
 
 
-@functools.lru_cache(maxsize=256)  # the search asks again for each place of the encoder
+@functools.lru_cache(maxsize=256)  # the search asks again for each slot of the encoder
 def _training_orders(
     pipeline: int, microbatches: int, first: int, stages_per_rank: int
 ) -> list[list[Instruction]]:
     """Record a run in which every compute takes one tick and every rank does the first of its rules
     that it can.
 
-    1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if
-       fewer computes are
-    kept for backward than the rank's limit. Megatron's formula does not hold where a rank mixes
-    frozen and trained stages, nor for a number of micro-batches that is no multiple of `pipeline`.
+    1. A backward, once warmed up; but after a backward a forward, if one may run.
+    2. A forward, if fewer computes are kept for backward than the rank's limit.
+
+    Megatron's formula does not hold where a rank mixes frozen and trained stages, nor for a number
+    of micro-batches that is no multiple of `pipeline`.
     """
-    stages = pipeline * stages_per_rank
-    forwards = [
-        _in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)
-    ]
-    backwards = [
-        _in_groups(rank, pipeline, stages, microbatches, Op.BACKWARD, first)
-        for rank in range(pipeline)
-    ]
-    # One more than the forwards that 1F1B and Megatron's interleaved 1F1B begin with.
-    per_later_rank = 1 if stages_per_rank == 1 else 2
-    limit = [
-        per_later_rank * (pipeline - rank - 1) + (stages_per_rank - 1) * pipeline + 1
-        for rank in range(pipeline)
-    ]
-    orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
-    kept = [0] * pipeline
-    done: dict[Instruction, int] = {}  # the tick after which it is done
-    tick = 0
+    recorded = _Recorded(pipeline, microbatches, first, stages_per_rank)
+    while any(recorded.forwards) or any(recorded.backwards):
+        recorded.run_tick()
+    return recorded.orders
 
-    def ready(compute: Instruction) -> bool:
-        op, stage, k = compute.op, compute.stage, compute.microbatch
-        if op is Op.FORWARD:
-            needed = [Instruction(op, stage - 1, k)] if stage else []
-        else:
-            needed = [Instruction(Op.FORWARD, stage, k)]
-            needed += [Instruction(op, stage + 1, k)] if stage + 1 < stages else []
-        return all(done.get(x, tick) < tick for x in needed)
 
-    def may_forward(rank: int) -> bool:
-        return (
-            bool(forwards[rank])
-            and ready(forwards[rank][0])
-            and (forwards[rank][0].stage < first or kept[rank] < limit[rank])
-        )
+class _Recorded:
+    """The run of `_training_orders` so far."""
 
-    def choose(rank: int) -> Instruction | None:
-        order = orders[rank]
-        warm = not forwards[rank] or kept[rank] >= limit[rank] or len(order) >= limit[rank] - 1
-        may_backward = warm and bool(backwards[rank]) and ready(backwards[rank][0])
-        just_went_back = bool(order) and order[-1].op is Op.BACKWARD
-        if may_backward and not (just_went_back and may_forward(rank) and kept[rank] < limit[rank]):
-            return backwards[rank].pop(0)
-        return forwards[rank].pop(0) if may_forward(rank) else None
+    def __init__(self, pipeline: int, microbatches: int, first: int, stages_per_rank: int) -> None:
+        self.first = first
+        self.stages = pipeline * stages_per_rank
+        # that are still to come
+        self.forwards = _all_in_groups(pipeline, self.stages, microbatches, Op.FORWARD)
+        self.backwards = _all_in_groups(pipeline, self.stages, microbatches, Op.BACKWARD, first)
+        # One more than the forwards that 1F1B and Megatron's interleaved 1F1B begin with.
+        per_later_rank = min(stages_per_rank, 2)
+        least = (stages_per_rank - 1) * pipeline + 1
+        self.limit = [least + per_later_rank * later for later in reversed(range(pipeline))]
+        self.orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
+        self.kept = [0] * pipeline
+        self.done: dict[Instruction, int] = {}  # the tick after which it is done
+        self.tick = 0
 
-    while any(forwards) or any(backwards):
-        chosen = [choose(rank) for rank in range(pipeline)]
+    def run_tick(self) -> None:
+        chosen = [self._choose(rank) for rank in range(len(self.orders))]
         for rank, compute in enumerate(chosen):
-            if compute is not None:
-                orders[rank].append(compute)
-                done[compute] = tick
-                if compute.stage >= first:
-                    kept[rank] += 1 if compute.op is Op.FORWARD else -1
-        if not any(chosen) and tick > max(done.values()):
-            # A last group smaller than `pipeline` can leave all limits reached: the deepest forward
-            # may go on.
-            waiting = [
-                (forwards[rank][0].stage, rank) for rank in range(pipeline) if forwards[rank]
-            ]
-            waiting = [(stage, rank) for stage, rank in waiting if ready(forwards[rank][0])]
-            assert waiting, "the recorded run cannot go on"
-            limit[max(waiting)[1]] += 1
-        tick += 1
-    return orders
+            if compute is None:
+                continue
+            self.orders[rank].append(compute)
+            self.done[compute] = self.tick
+            if compute.op is Op.BACKWARD:
+                self.kept[rank] -= 1
+            elif compute.stage >= self.first:
+                self.kept[rank] += 1
+        if not any(chosen) and self.tick > max(self.done.values()):
+            self._raise_limit()
+        self.tick += 1
+
+    def _choose(self, rank: int) -> Instruction | None:
+        order, forwards, backwards = self.orders[rank], self.forwards[rank], self.backwards[rank]
+        has_room = self.kept[rank] < self.limit[rank]
+        is_warm = not (forwards and has_room) or len(order) >= self.limit[rank] - 1
+        may_backward = is_warm and self._ready(backwards)
+        may_forward = self._ready(forwards) and (has_room or forwards[0].stage < self.first)
+
+        just_went_back = bool(order) and order[-1].op is Op.BACKWARD
+        turn_of_forward = just_went_back and may_forward and has_room
+        if may_backward and not turn_of_forward:
+            return backwards.pop(0)
+        if may_forward:
+            return forwards.pop(0)
+        return None
+
+    def _ready(self, computes: Sequence[Instruction]) -> bool:
+        """Return whether there is a next compute and all that it needs is done."""
+        if not computes:
+            return False
+        op, stage, k = computes[0].op, computes[0].stage, computes[0].microbatch
+        needed = []
+        if op is Op.BACKWARD:
+            needed.append(Instruction(Op.FORWARD, stage, k))
+        before = stage - 1 if op is Op.FORWARD else stage + 1
+        if 0 <= before < self.stages:
+            needed.append(Instruction(op, before, k))
+        return all(self.done.get(x, self.tick) < self.tick for x in needed)
+
+    def _raise_limit(self) -> None:
+        """Let the deepest forward go on: a last group smaller than `pipeline` can leave all limits
+        reached.
+        """
+        ready = filter(self._ready, self.forwards)
+        stage = max((computes[0].stage for computes in ready), default=None)
+        assert stage is not None, "the recorded run cannot go on"
+        self.limit[stage % len(self.limit)] += 1
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]], microbatches: int, encodes: Chain
+    orders: Sequence[Sequence[Instruction]], microbatches: int, chain: Chain
 ) -> list[Sequence[Instruction]]:
-    merged: list[Sequence[Instruction]] = []
-    for rank, (order, place) in enumerate(zip(orders, encodes, strict=True)):
-        if place is None:
-            merged.append(order)
-            continue
-        result, encoded = [], place.ahead
-        for compute, count in zip([*order, None], place.before, strict=True):
+    merged = [*orders]
+    for rank in ranks_of(chain):
+        encodes = chain[rank]
+        result: list[Instruction] = []
+        encoded = encodes.ahead
+        for compute, count in zip([*orders[rank], None], encodes.before, strict=True):
             result += [Instruction(Op.ENCODE, rank, encoded + i) for i in range(count)]
             encoded += count
             if compute is not None:
                 result.append(compute)
-        assert encoded == place.ahead + microbatches, (
+        assert encoded == encodes.ahead + microbatches, (
             "a step encodes as many micro-batches as it uses"
         )
-        merged.append(result)
+        merged[rank] = result
     return merged
 
 
@@ -240,7 +253,7 @@ def leading_encodes(
     With one stage a rank, and in evaluations, any lead and chain finishes; other lists surely do
     where all is encoded first.
     """
-    places: list[Encodes | None] = [None] * len(schedule)
+    encodes: list[Encodes | None] = [None] * len(schedule)
     for rank in chain:
         computes = [x for x in schedule[rank] if x.op in COMPUTES]
         before = [int(x.op is Op.FORWARD and x.stage == rank) for x in computes] + [0]
@@ -248,8 +261,8 @@ def leading_encodes(
         before[0] += lead - 1
         for i in begins[len(begins) - lead + 1 :]:
             before[i] -= 1
-        places[rank] = Encodes(ahead, tuple(before))
-    return tuple(places)
+        encodes[rank] = Encodes(ahead, tuple(before))
+    return tuple(encodes)
 
 
 def _with_messages(
@@ -263,17 +276,18 @@ def _with_messages(
     ranks = len(orders)
     # by channel, in the order sent
     incoming: dict[tuple[int, int, str], deque[Message]] = defaultdict(deque)
+    # else an earlier step has sent it
+    to_come: set[Message | None] = set()
     for order in orders:
         for x in order:
             message = sent_after(x, ranks, stages, first_trainable_stage, chain)
             if message is not None:
                 incoming[message.channel].append(message)
-    # else an earlier step has sent it
-    to_come = {message for messages in incoming.values() for message in messages}
+                to_come.add(message)
 
     def receives_for(x: Instruction) -> Iterator[Instruction]:
-        """What `x` needs and is not posted; a channel is first in, first out, so all that was sent
-        before it, too.
+        """Yield the receives that `x` needs and that are not posted; a channel is first in, first
+        out, so also those of all that was sent before it.
         """
         needed = needed_before(x, ranks, stages, chain)
         while needed in to_come:
@@ -289,6 +303,7 @@ def _with_messages(
         to_load = deque(x.microbatch for x in order if x.op is Op.ENCODE and rank == 0)
         if len(chain) > 1 and to_load:
             instructions.append(Instruction(Op.LOAD, 0, to_load.popleft()))
+
         for i, x in enumerate(order):
             for soon in computes[begun : begun + 1 + MESSAGES_POSTED_AHEAD]:
                 if soon.op is Op.BACKWARD or soon.stage > 0:
@@ -300,10 +315,13 @@ def _with_messages(
                     instructions += receives_for(soon)
             instructions.append(x)
             begun += x.op in COMPUTES
-            if (message := sent_after(x, ranks, stages, first_trainable_stage, chain)) is not None:
+            message = sent_after(x, ranks, stages, first_trainable_stage, chain)
+            if message is not None:
                 instructions.append(Instruction(Op(f"send_{message.kind}"), x.stage, x.microbatch))
+
+        # features for coming steps
         for channel, messages in incoming.items():
-            if channel[1] == rank and channel[2] == "features":
+            if channel[1:] == (rank, "features"):
                 instructions += [message.receive for message in messages]
         schedule.append((*instructions, *map(Instruction, end)))
     return tuple(schedule)

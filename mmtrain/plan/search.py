@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -63,11 +64,8 @@ class PipelineLayout:
 
     @property
     def recompute_layers(self) -> tuple[int, ...]:
-        return tuple(
-            count
-            for turn in zip(*(x.recompute_layers for x in self.ranks), strict=True)
-            for count in turn
-        )
+        turns = zip(*(x.recompute_layers for x in self.ranks), strict=True)
+        return tuple(itertools.chain.from_iterable(turns))
 
 
 class Search:
@@ -81,15 +79,20 @@ class Search:
         """
         self.costs = costs
         self.cuts = Cuts(costs)
-        self.pipeline, self.microbatches = self.cuts.pipeline, self.cuts.microbatches
-        may_cut = encoder_ranks != 0 and costs.encodes_anywhere and costs.costs.encoder.blocks
-        self.encoder_ranks = encoder_ranks if may_cut else (0,)
+        self.pipeline = self.cuts.pipeline
+        self.microbatches = self.cuts.microbatches
+        self.encoder_ranks: Literal["auto"] | Sequence[int] = (0,)
+        if encoder_ranks != 0 and costs.encodes_anywhere and costs.costs.encoder.blocks:
+            self.encoder_ranks = encoder_ranks
 
     def find(self, stages_per_rank: Literal["auto"] | int) -> PipelineLayout | None:
         """Return the fastest layout that fits; None if none is found. Slices must beat the encoder
         on rank 0.
         """
-        counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
+        if stages_per_rank == "auto":
+            counts = self._possible_counts()
+        else:
+            counts = (stages_per_rank,)
         cuts: dict[int, list[Cut]] = {count: [] for count in counts}
         best: PipelineLayout | None = None
         if self.encoder_ranks in ("auto", (0,)):
@@ -103,39 +106,42 @@ class Search:
         tenth of its time.
         """
         shares = self._shares_on_rank_0()
-        self.cuts.instructions_left = SIMULATED_INSTRUCTIONS // (
-            sum(self._possible_counts()) * len(shares)
-        )
+        shared_by = sum(self._possible_counts()) * len(shares)
+        self.cuts.instructions_left = SIMULATED_INSTRUCTIONS // shared_by
         return self.cuts.ranked(1, shares[0])[0][0].overflow == 0
 
-    def _possible_counts(self) -> tuple[int, ...]:
+    def _possible_counts(self) -> Sequence[int]:
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
-        most = self.costs.most_stages
-        return tuple(
-            v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= most
-        )
+        return range(1, 1 + _most_stages_per_rank(self.costs))
 
     def _shares_on_rank_0(self) -> list[EncoderShare]:
         shares = [EncoderShare(self.costs.timings.encode, self.cuts.whole)]
-        return shares + [EncoderShare(0.0, self.cuts.whole)] * self.costs.encodes_anywhere
+        if self.costs.encodes_anywhere:
+            shares.append(EncoderShare(0.0, self.cuts.whole))
+        return shares
 
     def _shares_in_slices(self) -> list[EncoderShare]:
         """Equal slices in idle slots; if the config names rank 0 among others, also all of them
         there (7% in one).
         """
-        ranks = range(self.pipeline)
-        holders = ranks if self.encoder_ranks == "auto" else self.encoder_ranks
+        shares: list[EncoderShare] = []
+        holders: Sequence[int] = range(self.pipeline)
+        if self.encoder_ranks != "auto":
+            holders = self.encoder_ranks
+            if 0 in holders:
+                shares = self._shares_on_rank_0()
         each = -(-self.costs.costs.encoder.blocks // len(holders))
-        equal = EncoderShare(0.0, tuple(each * (rank in holders) for rank in ranks))
-        asks_for_0 = self.encoder_ranks != "auto" and 0 in self.encoder_ranks
-        return [*self._shares_on_rank_0(), equal] if asks_for_0 else [equal]
+        equal = [0] * self.pipeline
+        for rank in holders:
+            equal[rank] = each
+        return [*shares, EncoderShare(0.0, tuple(equal))]
 
     def _best(
         self,
         cuts: dict[int, list[Cut]],
         shares: Sequence[EncoderShare],
-        place: Callable[[Cut, float], PipelineLayout | None],
+        build: Callable[[Cut, float], PipelineLayout | None],
         on_rank_0: PipelineLayout | None,
     ) -> PipelineLayout | None:
         """Return the fastest layout over all numbers of stages a rank; more stages must save
@@ -150,25 +156,23 @@ class Search:
             if on_rank_0 is not None:
                 gain = STAGE_GAIN if count > on_rank_0.stages_per_rank else SLICES_GAIN
                 limit = min(limit, self._to_beat(on_rank_0, gain))
+            shared_by = sum(cuts) * len(shares)
             for share in shares:
-                self.cuts.instructions_left = (
-                    SIMULATED_INSTRUCTIONS * count // (sum(cuts) * len(shares))
-                )
-                candidates += [
-                    cut
-                    for score, cut in self.cuts.ranked(count, share, limit)
-                    if score.overflow == 0
-                ]
-            best = self._fastest(dict.fromkeys(candidates), place, limit) or best
+                self.cuts.instructions_left = SIMULATED_INSTRUCTIONS * count // shared_by
+                ranked = self.cuts.ranked(count, share, limit)
+                candidates += [cut for score, cut in ranked if score.overflow == 0]
+            best = self._fastest(dict.fromkeys(candidates), build, limit) or best
         return best
 
     def _to_beat(self, layout: PipelineLayout | None, gain: float) -> float:
-        return math.inf if layout is None else layout.simulation.seconds * (1 - gain)
+        if layout is None:
+            return math.inf
+        return layout.simulation.seconds * (1 - gain)
 
     def _fastest(
         self,
         cuts: Iterable[Cut],
-        place: Callable[[Cut, float], PipelineLayout | None],
+        build: Callable[[Cut, float], PipelineLayout | None],
         limit: float,
     ) -> PipelineLayout | None:
         """Return the fastest layout of these cuts that takes less than `limit` seconds."""
@@ -179,9 +183,10 @@ class Search:
         for cut in cuts:
             if limit < math.inf and self.cuts.plain_seconds(cut, nothing) >= limit:
                 continue
-            layout = place(cut, limit)
+            layout = build(cut, limit)
             if layout is not None:
-                best, limit = layout, layout.simulation.seconds
+                best = layout
+                limit = layout.simulation.seconds
         return best
 
     def at_cut(self, cut: Cut) -> PipelineLayout | None:
@@ -225,11 +230,9 @@ class Search:
         return min(options, key=lambda option: self.cuts.overflow(option[1]))
 
     def _on_rank_0(self, cut: Cut, limit: float) -> PipelineLayout | None:
-        return (
-            self._placed(cut, self.cuts.whole, limit)
-            if self.encoder_ranks in ("auto", (0,))
-            else None
-        )
+        if self.encoder_ranks in ("auto", (0,)):
+            return self._placed(cut, self.cuts.whole, limit)
+        return None
 
     def _in_slices(self, cut: Cut, limit: float) -> PipelineLayout | None:
         """Return the cut with the encoder on several ranks; blocks move to where idle slots fit
@@ -241,20 +244,21 @@ class Search:
         layout = self._placed(cut, slices, limit)
         # a step of few micro-batches ends before a long chain pays
         if layout is None and self.encoder_ranks == "auto":
-            works = [rank.seconds for rank in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
-            slices = self._shared_out(cut, (0, min(range(1, self.pipeline), key=works.__getitem__)))
+            ranks = self.cuts.placed(cut, (0,) * self.pipeline)[1]
+            least_busy = min(range(1, self.pipeline), key=lambda rank: ranks[rank].seconds)
+            slices = self._shared_out(cut, (0, least_busy))
             layout = self._placed(cut, slices, limit)
         if layout is None:
             return None
         moved = self._moved(cut, slices)
-        return (moved != slices and self._placed(cut, moved, self._to_beat(layout, GAIN))) or layout
+        if moved == slices:
+            return layout
+        return self._placed(cut, moved, self._to_beat(layout, GAIN)) or layout
 
     def _stage_seconds(self, ranks: Sequence[RankCost], slices: Slices) -> StageSeconds:
-        chain, encode_of = chain_of_slices(slices), self.costs.timings.encode_of
-        encode = [
-            encode_of(blocks, rank == 0) if rank in chain else 0.0
-            for rank, blocks in enumerate(slices)
-        ]
+        encode = [0.0] * len(slices)
+        for rank in chain_of_slices(slices):
+            encode[rank] = self.costs.timings.encode_of(slices[rank], rank == 0)
         return self.cuts.stage_seconds(ranks, encode)
 
     def _slices(self, cut: Cut) -> Slices:
@@ -265,31 +269,32 @@ class Search:
             return self._shared_out(cut, self.encoder_ranks, self.encoder_ranks)
         ranks = range(self.pipeline)
         slices = self._shared_out(cut, ranks)
+        if slices != self.cuts.whole:
+            return slices
         # Even a rank 0 that has the least work with all blocks may keep others waiting while it
         # encodes.
-        return slices if slices != self.cuts.whole else self._shared_out(cut, ranks, ranks[1:])
+        return self._shared_out(cut, ranks, ranks[1:])
 
     def _shared_out(self, cut: Cut, ranks: Sequence[int], holders: Sequence[int] = ()) -> Slices:
         """Give each block to the rank with the least work that has room, once each of `holders` has
         one.
         """
         costs = self.cuts.placed(cut, (0,) * self.pipeline)[1]
-        blocks, block = self.costs.costs.encoder.blocks, self.costs.timings.encode_block
+        blocks = self.costs.costs.encoder.blocks
+        block = self.costs.timings.encode_block
         slices = tuple(int(rank in holders[:blocks]) for rank in range(self.pipeline))
         work = {rank: costs[rank].seconds + slices[rank] * block for rank in ranks}
         while sum(slices) < blocks:
             least_first = sorted(work, key=lambda rank: (work[rank], rank))
-            options = {
-                rank: (*slices[:rank], slices[rank] + 1, *slices[rank + 1 :])
-                for rank in least_first
-            }
-            fitting = (
-                rank
-                for rank, x in options.items()
-                if self.costs.fits(self.cuts.placed(cut, x)[1][rank])
-            )
-            rank = next(fitting, least_first[0])
-            slices = options[rank]
+            options = []
+            for rank in least_first:
+                option = (*slices[:rank], slices[rank] + 1, *slices[rank + 1 :])
+                options.append((option, rank))
+                if self.costs.fits(self.cuts.placed(cut, option)[1][rank]):
+                    break
+            else:
+                option, rank = options[0]
+            slices = option
             work[rank] += block
         return slices
 
@@ -305,12 +310,11 @@ class Search:
             ranks = self.cuts.placed(cut, changed)[1]
             holders = {rank for rank, blocks in enumerate(changed) if blocks}
             may_hold = self.encoder_ranks == "auto" or holders == set(self.encoder_ranks)
-            may_be = (
-                may_hold
-                and self.cuts.overflow(ranks) == 0
-                and max(rank.seconds for rank in ranks) <= most
-            )
-            return self._stage_seconds(ranks, changed) if may_be else None
+            if not may_hold or self.cuts.overflow(ranks):
+                return None
+            if max(rank.seconds for rank in ranks) > most:
+                return None
+            return self._stage_seconds(ranks, changed)
 
         return moved_blocks(plain.program, self.microbatches, slices, seconds_of)
 
@@ -324,22 +328,25 @@ class Search:
         if len(chain) == 1:
             immediate = self.plain(cut)
             if self.fits(immediate) and immediate.simulation.seconds < limit:
-                best, limit = immediate, immediate.simulation.seconds * (1 - GAIN)
+                best = immediate
+                limit = self._to_beat(best, GAIN)
             if not self.costs.encodes_anywhere or self.costs.timings.encode == 0:
                 return best
         elif self.cuts.overflow(ranks) or self._least_seconds(ranks) >= limit:
             return None
+
         seconds = self._stage_seconds(ranks, slices)
-        tried, enough = 0, best is not None
+        tried = 0
+        enough = best is not None
         for option in placements(plain.schedule, plain.program, self.microbatches, seconds, chain):
-            if option.least_seconds >= limit or (
-                tried >= MOST_PLACEMENTS and (enough or option.ahead)
-            ):
+            is_needed = tried < MOST_PLACEMENTS or not (enough or option.ahead)
+            if option.least_seconds >= limit or not is_needed:
                 continue
             tried += 1
             layout = self._built(cut, slices, option.chain, ranks, seconds)
             if layout.simulation.seconds < limit and self.fits(layout):
-                best, limit = layout, layout.simulation.seconds * (1 - GAIN)
+                best = layout
+                limit = self._to_beat(best, GAIN)
                 enough = enough or option.ahead > 0
         return best
 
@@ -368,9 +375,9 @@ class Search:
             now = self.costs.rank_cost(
                 ranges, cost.recompute_layers, moments, blocks, cost.streamed_count
             )
-            changed.append(
-                now if self.costs.fits(now) else self.costs.fitted(rank, ranges, moments, blocks)
-            )
+            if not self.costs.fits(now):
+                now = self.costs.fitted(rank, ranges, moments, blocks)
+            changed.append(now)
         seconds = self.cuts.stage_seconds(changed, seconds.encode)
         simulation = simulate(Program(schedule), seconds)
         return PipelineLayout(
@@ -398,19 +405,22 @@ def least_step_seconds(costs: StageCosts) -> float:
     busiest waits while others work on the first micro-batch and on the last. Unequal stages may
     beat the law, seldom and by 4% at most.
     """
-    pipeline, least = costs.setting.pipeline, _with_least_layers(costs)
-    most = 1 if pipeline == 1 else max(1, min(MOST_STAGES_PER_RANK, costs.most_stages // pipeline))
+    least = _with_least_layers(costs)
+    most = 1 if costs.setting.pipeline == 1 else _most_stages_per_rank(costs)
     return min(_step_seconds(costs, count, _works(least, count)) for count in range(1, 1 + most))
 
 
+def _most_stages_per_rank(costs: StageCosts) -> int:
+    return max(1, min(MOST_STAGES_PER_RANK, costs.most_stages // costs.setting.pipeline))
+
+
 def _step_seconds(costs: StageCosts, stages_per_rank: int, works: Sequence[float]) -> float:
-    pipeline, microbatches = costs.setting.pipeline, costs.setting.microbatches_per_step
-    layers, encode = (
-        sum(layer.forward + layer.backward for layer in costs.timings.layers),
-        costs.timings.encode,
-    )
-    passed = layers if costs.encodes_anywhere else layers + encode
-    busiest = max(*works, (layers + encode) / pipeline)
+    pipeline = costs.setting.pipeline
+    microbatches = costs.setting.microbatches_per_step
+    layers = sum(layer.forward + layer.backward for layer in costs.timings.layers)
+    work = layers + costs.timings.encode
+    passed = layers if costs.encodes_anywhere else work
+    busiest = max(*works, work / pipeline)
     fill = max(0, pipeline - microbatches) + (min(microbatches, pipeline) - 1) / stages_per_rank
     seconds = max(
         microbatches * busiest, (microbatches * max(passed, sum(works)) + fill * passed) / pipeline
@@ -424,20 +434,26 @@ def _with_least_layers(costs: StageCosts) -> StageCosts:
     """Costs where each decoder layer takes the least of any; without the last, which may run for
     few tokens.
     """
-    (front, *layers, _, head), (first, *seconds, _, last) = costs.layers, costs.timings.layers
-    layer, layer_seconds = costs.costs.whole_last, costs.timings.whole_last
+    front, *layers, _, head = costs.layers
+    first, *seconds, _, last = costs.timings.layers
+    layer = costs.costs.whole_last
+    layer_seconds = costs.timings.whole_last
     if layers:
-        names = [field.name for field in fields(LayerCost) if field.name.endswith("_bytes")]
         streamed = [x for x in layers if x.streamed_bytes]
-        amounts = {name: min(getattr(x, name) for x in layers) for name in names}
-        for name in ("streamed_bytes", "quantised_bytes"):
-            amounts[name] = min((getattr(x, name) for x in streamed), default=0)
-        amounts["streamed_weight_bytes"] = max(
-            (x.streamed_weight_bytes for x in streamed), default=0
-        )
+        amounts = {}
+        for name in (field.name for field in fields(LayerCost) if field.name.endswith("_bytes")):
+            if name in ("streamed_bytes", "quantised_bytes"):
+                amounts[name] = min((getattr(x, name) for x in streamed), default=0)
+            elif name == "streamed_weight_bytes":
+                amounts[name] = max((getattr(x, name) for x in streamed), default=0)
+            else:
+                amounts[name] = min(getattr(x, name) for x in layers)
         layer = replace(layer, **amounts)
-        forward, backward = min(x.forward for x in seconds), min(x.backward for x in seconds)
-        layer_seconds = LayerSeconds(forward, backward, min(x.recomputing for x in seconds))
+        layer_seconds = LayerSeconds(
+            min(x.forward for x in seconds),
+            min(x.backward for x in seconds),
+            min(x.recomputing for x in seconds),
+        )
     front = replace(front, trainable_names=("anything",))  # so that all layers may recompute
     run = replace(
         costs.costs,
@@ -454,7 +470,8 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
     """Seconds of a micro-batch on each rank, decoder layers given one by one to the rank that is
     the least busy.
     """
-    pipeline, decoder = costs.setting.pipeline, costs.count - 2
+    pipeline = costs.setting.pipeline
+    decoder = costs.count - 2
 
     @functools.cache
     def seconds(rank: int, layers: int) -> float:
@@ -464,12 +481,19 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
         if stages_per_rank > 1:  # as interleaved 1F1B keeps them, see `schedule`
             in_flight = ((stages_per_rank - 1) * pipeline + 2 * behind + 1) / stages_per_rank
         kept = min(in_flight, costs.setting.microbatches_per_step) - 1
-        begin = costs.count - 1 - layers if behind == 0 else 1
-        layer_range = begin - (rank == 0), begin + layers + (behind == 0)
-        if layer_range[0] == layer_range[1]:
+
+        begin = 1
+        end = layers + 1
+        if behind == 0:  # the last decoder layers, and the head
+            begin = costs.count - 1 - layers
+            end = costs.count
+        if rank == 0:
+            begin -= 1
+        if begin == end:
             return 0.0
         moments = [Instant(op, 0, (kept,), 0) for op in (Op.FORWARD, Op.BACKWARD)]
-        cost = costs.fitted(rank, [layer_range], moments, 0 if costs.encodes_anywhere else None)
+        blocks = 0 if costs.encodes_anywhere else None
+        cost = costs.fitted(rank, [(begin, end)], moments, blocks)
         return cost.seconds if costs.fits(cost) else math.inf
 
     if pipeline == 1:
@@ -482,6 +506,8 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
         if least == math.inf:
             return [math.inf]
         held[rank] += 1
-        more = seconds(rank, held[rank] + 1) if held[rank] < decoder else math.inf
+        more = math.inf
+        if held[rank] < decoder:
+            more = seconds(rank, held[rank] + 1)
         heapq.heapreplace(with_one_more, (more, rank))
     return [seconds(rank, layers) for rank, layers in enumerate(held)]

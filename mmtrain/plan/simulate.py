@@ -1,10 +1,9 @@
 """Seconds and bytes of a schedule, from the instruction lists that the engine runs.
 
-schedule --Program: one order of all ranks' instructions--> simulate(program, seconds of stages) -->
-    step time, idle
-share of each rank, when each rank did what
-schedule --instants: what lives while each instruction runs--> peak(instants, bytes of stages) -->
-    the most at once
+schedule --Program: one order of all ranks' instructions--> simulate(program, seconds of stages)
+    --> step time, idle share of each rank, when each rank did what
+schedule --instants: what lives while each instruction runs--> peak(instants, bytes of stages)
+    --> the most at once
 
 One pass over all instructions, each after what it depends on, gives every time. A message moves
 when both sides have posted it and all earlier ones of its channel have moved; sending and receiving
@@ -17,6 +16,7 @@ after using it. Backends that cannot be asked (gloo) keep all messages until the
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class MessageCost:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What the instructions of a step cost, in seconds; per micro-batch where a stage is meant."""
+    """Seconds of a step's instructions; per micro-batch where a stage is meant."""
 
     forward: tuple[float, ...]  # per stage, without the encoder
     backward: tuple[float, ...]  # per stage, recomputation included; 0 where nothing runs backward
@@ -65,7 +65,7 @@ class StageSeconds:
 
 
 class TimeSpan(NamedTuple):
-    """What a rank did from `begin` to `end`, seconds from the step's begin."""
+    """One instruction of a rank, from `begin` to `end`, seconds from the step's begin."""
 
     rank: int
     instruction: Instruction
@@ -88,7 +88,7 @@ class _Kind(NamedTuple):
     """Instructions with equal costs."""
 
     op: Op
-    place: int  # stage, or rank of an ENCODE
+    stage: int  # or the rank of an ENCODE
     takes: bool  # a message, of this step or an earlier one
     # ends of a compute at which its rank turns round: the same layers come next, or came before
     spared: int
@@ -112,31 +112,34 @@ class Program:
         kinds: dict[tuple[Op, int, int], int] = {}
         spared = [_spared([x for x in order if x.op in COMPUTES]) for order in schedule]
         chain = chain_of(schedule)
-        stages = 1 + max((x.stage for instructions in schedule for x in instructions), default=0)
-        for step in all_steps(schedule):
+        steps = all_steps(schedule)
+        stages = 1 + max((step.instruction.stage for step in steps), default=0)
+
+        for step in steps:
             rank, x, message = step
-            number = (
-                -1 if message is None else self.messages.setdefault(message, len(self.messages))
-            )
-            if x.op in COMPUTES or x.op is Op.ENCODE:
-                does = _ENCODE if x.op is Op.ENCODE else _COMPUTE
+            number = channel = -1
+            if message is not None:
+                number = self.messages.setdefault(message, len(self.messages))
+                channel = self.channels.setdefault(message.channel, len(self.channels))
+
+            turns = 0
+            if x.op in COMPUTES:
+                does = _COMPUTE
+                turns = next(spared[rank])
+            elif x.op is Op.ENCODE:
+                does = _ENCODE
             elif message is None:
                 continue
             else:
                 does = _SECOND_POST if number in posted else _FIRST_POST
                 posted.add(number)
-            channel = (
-                -1
-                if message is None
-                else self.channels.setdefault(message.channel, len(self.channels))
-            )
-            turns = next(spared[rank]) if x.op in COMPUTES else 0
-            number_of_kind = kinds.setdefault((x.op, x.stage, turns), len(kinds))
-            if number_of_kind == len(self.kinds):
+
+            kind = kinds.setdefault((x.op, x.stage, turns), len(kinds))
+            if kind == len(self.kinds):
                 takes = needed_before(x, self.ranks, stages, chain) is not None
                 self.kinds.append(_Kind(x.op, x.stage, takes, turns))
-            self.counts[rank, number_of_kind] += 1
-            self.steps.append((does, rank, number_of_kind, number, channel, step))
+            self.counts[rank, kind] += 1
+            self.steps.append((does, rank, kind, number, channel, step))
 
 
 def simulate(
@@ -156,13 +159,16 @@ def simulate(
     transfers = [
         _message_cost(kind == "features", seconds).transfer for _, _, kind in program.channels
     ]
-    clock, other_work = [0.0] * program.ranks, [0.0] * program.ranks
+    clock = [0.0] * program.ranks
+    other_work = [0.0] * program.ranks
     # a message is posted by one side, then arrives; the last: no message
     when = [0.0] * (len(program.messages) + 1)
     channel_free = [0.0] * len(program.channels)
     history: list[TimeSpan] = []
+
     for does, rank, kind, message, channel, step in program.steps:
-        begin, work = clock[rank], works[kind]
+        begin = clock[rank]
+        work = works[kind]
         if does <= _ENCODE:
             ready = when[message]
             if before is not None and does == _COMPUTE:
@@ -183,27 +189,30 @@ def simulate(
             channel_free[channel] = when[message] = moves + transfers[channel]
         if spans and work:
             history.append(TimeSpan(rank, step.instruction, begin, begin + work))
-    total = max(clock) + seconds.end
+
+    end = max(clock)
+    total = end + seconds.end
     busy = [work + seconds.end for work in other_work]
     for (rank, kind), count in program.counts.items():
         busy[rank] += count * works[kind]
-    idle = tuple(max(0.0, 1 - work / total) if total else 0.0 for work in busy)
+    idle = [0.0] * program.ranks
+    if total:
+        idle = [max(0.0, 1 - work / total) for work in busy]
     if spans and seconds.end:
-        history += [
-            TimeSpan(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total)
-            for rank in range(program.ranks)
-        ]
-    return Simulation(total, idle, tuple(history))
+        last = Instruction(Op.OPTIMIZER_STEP)
+        history += [TimeSpan(rank, last, end, total) for rank in range(program.ranks)]
+    return Simulation(total, tuple(idle), tuple(history))
 
 
 def _spared(computes: Sequence[Instruction]) -> Iterator[int]:
-    """Of each compute of a rank, at how many of its ends the neighbour is its stage's other
-    direction.
+    """Yield for each compute of a rank the number of its ends at which the neighbour is its stage's
+    other direction.
     """
-    turns = [x.stage == y.stage and x.op is not y.op for x, y in itertools.pairwise(computes)]
-    return (
-        before + behind for before, behind in zip([False, *turns], [*turns, False], strict=True)
-    )
+    turned = False
+    for x, y in itertools.zip_longest(computes, computes[1:]):
+        turns = y is not None and x.stage == y.stage and x.op is not y.op
+        yield turned + turns
+        turned = turns
 
 
 def _message_cost(is_of_slices: bool, seconds: StageSeconds) -> MessageCost:
@@ -212,18 +221,27 @@ def _message_cost(is_of_slices: bool, seconds: StageSeconds) -> MessageCost:
 
 def _work(kind: _Kind, seconds: StageSeconds) -> float:
     """Seconds of an instruction, with those of taking a message."""
-    op, place, takes, spared = kind
+    op, stage, takes, spared = kind
     if op in SENDS:
         return _message_cost(op is Op.SEND_FEATURES, seconds).send
     if op is Op.ENCODE:
-        return seconds.encode[place] + seconds.features.receive * takes
-    if op not in COMPUTES:
+        work = seconds.encode[stage]
+        received = seconds.features.receive
+    elif op is Op.FORWARD:
+        work = seconds.forward[stage]
+        waits = seconds.forward_waits
+        received = _message_cost(stage == 0, seconds).receive
+    elif op is Op.BACKWARD:
+        work = seconds.backward[stage]
+        waits = seconds.backward_waits
+        received = seconds.messages.receive
+    else:
         return 0.0
-    is_forward = op is Op.FORWARD
-    waits = seconds.forward_waits if is_forward else seconds.backward_waits
-    work = (seconds.forward if is_forward else seconds.backward)[place]
-    received = _message_cost(is_forward and place == 0, seconds).receive
-    return work + received * takes + (waits[place].seconds(spared) if waits else 0.0)
+    if takes:
+        work += received
+    if op in COMPUTES and waits:
+        work += waits[stage].seconds(spared)
+    return work
 
 
 # ---- memory
@@ -242,7 +260,7 @@ class Buffers:
 
 
 class StageBytes(NamedTuple):
-    """Of one stage and micro-batch; what is `kept` is part of the other two."""
+    """The bytes of one stage and micro-batch; what is `kept` is part of the other two."""
 
     kept: int  # from FORWARD to BACKWARD
     forward: int  # most at once while FORWARD runs
@@ -250,10 +268,10 @@ class StageBytes(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """What lives on a rank while one instruction runs."""
+    """The contents of a rank's memory while one instruction runs."""
 
     op: Op  # FORWARD, BACKWARD, ENCODE, or OPTIMIZER_STEP for the step's end
-    place: int  # of the stage among those of the rank; 0 where no stage is meant
+    slot: int  # of the stage among those of the rank; 0 where no stage is meant
     # micro-batches that each stage of the rank keeps, without the one that runs
     kept: tuple[int, ...]
     buffers: int  # bytes of messages, features and batches
@@ -277,10 +295,11 @@ def instants(
     `polls`: sends that are known to be gone are let go at the next send; else all are kept until
     the step's end.
     """
-    gone = _known_gone(schedule) if polls else [{}] * len(schedule)
-    return tuple(
-        _largest(_walk(schedule, rank, buffers, gone[rank])) for rank in range(len(schedule))
-    )
+    gone: list[dict[int, int]] = [{} for _ in schedule]
+    if polls:
+        gone = _known_gone(schedule)
+    walks = (_walk(schedule, rank, buffers, its) for rank, its in enumerate(gone))
+    return tuple(map(_largest, walks))
 
 
 def _walk(
@@ -289,7 +308,8 @@ def _walk(
     """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be
     gone.
     """
-    ranks, instructions = len(schedule), schedule[rank]
+    ranks = len(schedule)
+    instructions = schedule[rank]
     buffered: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
@@ -297,27 +317,31 @@ def _walk(
     waiting = _waiting_at_begin(schedule, rank, buffers)
     on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
 
-    def note(op: Op, place: int) -> None:
-        key = op, place, tuple(kept)
+    def note(op: Op, slot: int) -> None:
+        key = op, slot, tuple(kept)
         buffered[key] = max(buffered.get(key, 0), waiting)
 
     for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
-        op, place = x.op, max(x.stage, 0) // ranks
-        size = 0 if message is None else _size(message, buffers)
-        if op is Op.LOAD:
+        slot = max(x.stage, 0) // ranks
+        size = 0
+        if message is not None:
+            size = _size(message, buffers)
+        if x.op is Op.LOAD:
             waiting += buffers.batch + buffers.pixels
-        elif op is Op.ENCODE:
-            note(op, 0)
+        elif x.op is Op.ENCODE:
+            note(x.op, 0)
             waiting -= buffers.between_slices if rank else buffers.pixels
-            waiting += buffers.features * (len(chain) == 1)
-        elif op in COMPUTES:
-            kept[place] -= op is Op.BACKWARD
-            note(op, place)
-            if op is Op.FORWARD:
-                kept[place] += x.stage in with_backward
-            waiting -= (
-                buffers.features + buffers.batch if op is Op.FORWARD and x.stage == 0 else size
-            )
+            if len(chain) == 1:
+                waiting += buffers.features
+        elif x.op is Op.BACKWARD:
+            kept[slot] -= 1
+            note(x.op, slot)
+            waiting -= size
+        elif x.op is Op.FORWARD:
+            note(x.op, slot)
+            if x.stage in with_backward:
+                kept[slot] += 1
+            waiting -= size if x.stage else buffers.features + buffers.batch
         else:
             if i in gone:
                 waiting -= sum(size for index, size in on_their_way if index < i)
@@ -329,8 +353,8 @@ def _walk(
 
 
 def _waiting_at_begin(schedule: Schedule, rank: int, buffers: Buffers) -> int:
-    """Bytes of what waits when a step begins: what came from the slice before, on rank 0 batches
-    and features.
+    """Bytes that wait when a step begins: messages of the slice before, on rank 0 batches and
+    features.
     """
     chain = chain_of(schedule)
     if rank not in chain:
@@ -339,14 +363,16 @@ def _waiting_at_begin(schedule: Schedule, rank: int, buffers: Buffers) -> int:
     ahead = [next((x.microbatch for x in schedule[r] if x.op is Op.ENCODE), 0) for r in chain]
     if rank == 0:
         return ahead[0] * buffers.batch + ahead[-1] * buffers.features
-    place = chain.index(rank)
-    return (ahead[place - 1] - ahead[place]) * buffers.between_slices
+    entry = chain.index(rank)
+    return (ahead[entry - 1] - ahead[entry]) * buffers.between_slices
 
 
 def _size(message: Message, buffers: Buffers) -> int:
-    if message.kind == "features":
-        return buffers.between_slices if message.consumer else buffers.features
-    return buffers.hidden + buffers.integers * (message.kind == "activation")
+    if message.kind == "activation":
+        return buffers.hidden + buffers.integers
+    if message.kind == "gradient":
+        return buffers.hidden
+    return buffers.between_slices if message.consumer else buffers.features
 
 
 def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
@@ -369,17 +395,20 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
                 flows[message.source, message.destination].append(message)
             elif message is not None and x.op not in RECEIVES:
                 used[message] = i
+
     gone: list[dict[int, int]] = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
         # In the order sent; a slice's may be used in another step.
-        answers = [
-            answer for answer in flows.get((destination, source), ()) if answer.kind != "features"
-        ]
-        places = [sent[answer] for answer in answers]
+        back = flows.get((destination, source), ())
+        answers = [answer for answer in back if answer.kind != "features"]
+        answered = [sent[answer] for answer in answers]
+        uses = [used[answer] for answer in reversed(answers)]
         never = len(schedule[source])
-        earliest = [never, *itertools.accumulate((used[a] for a in reversed(answers)), min)][::-1]
+        earliest = [never, *itertools.accumulate(uses, min)][::-1]
         for message in messages:
-            taken = earliest[bisect_right(places, used[message])] if message in used else never
+            taken = never
+            if message in used:
+                taken = earliest[bisect_right(answered, used[message])]
             if message.kind == "features":
                 taken = min(taken, forwards.get((source, message.microbatch), never))
             gone[source][sent[message]] = taken
@@ -392,15 +421,17 @@ def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
     """
     result: list[Instant] = []
     for instant in sorted(moments, key=lambda x: (-sum(x.kept), -x.buffers)):
-        if not any(
-            larger.op is instant.op
-            and larger.place == instant.place
-            and larger.buffers >= instant.buffers
-            and all(a >= b for a, b in zip(larger.kept, instant.kept, strict=True))
-            for larger in result
-        ):
+        if not any(_exceeds(larger, instant) for larger in result):
             result.append(instant)
     return tuple(result)
+
+
+def _exceeds(larger: Instant, instant: Instant) -> bool:
+    return (
+        larger[:2] == instant[:2]
+        and larger.buffers >= instant.buffers
+        and all(map(operator.ge, larger.kept, instant.kept))
+    )
 
 
 def peak(
@@ -410,12 +441,12 @@ def peak(
     optimizer's work.
     """
     most = Peak(0, 0)
-    for op, place, kept, buffers in moments:
+    for op, slot, kept, buffers in moments:
         activations = buffers
         for count, stage in zip(kept, stages, strict=True):
             activations += count * stage.kept
         if op in COMPUTES:
-            running = stages[place]
+            running = stages[slot]
             activations += running.kept
             working = (running.forward if op is Op.FORWARD else running.backward) - running.kept
         else:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.quantised import BITS, Quantisation
+from mmtrain.facts.models import Models
+from mmtrain.facts.quantised import Quantisation
 from mmtrain.plan.calibration import (
     CPU,
     GPU,
@@ -28,7 +30,7 @@ from mmtrain.plan.calibration import (
     cpu_device,
     find_calibration,
 )
-from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.costs import LayerCost, RunCosts, run_costs
 from mmtrain.plan.instructions import ALIGNMENT, NO_WAITS, WHOLE_AT_ONCE, Waits, spread, waits_of
 from mmtrain.plan.simulate import Buffers, Instant, StageBytes, peak
 
@@ -56,7 +58,7 @@ def limit_on_gpu(memory_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Which frozen decoder layers may be streamed, and from where."""
+    """The frozen decoder layers that may be streamed, and their source."""
 
     # number of layers of each pipeline rank; empty: none
     layers: Literal["auto"] | tuple[int, ...] = ()
@@ -74,21 +76,24 @@ class Streaming:
         return -(-layer.streamed_bytes // step) * step
 
     def kept_on_device(self, layer: LayerCost) -> int:
-        if self.source in BITS:
-            return layer.quantised_bytes
-        return self.buffer_bytes(layer) // self.weight_shards if self.source == "peers" else 0
+        if self.source == "host":
+            return 0
+        if self.source == "peers":
+            return self.buffer_bytes(layer) // self.weight_shards
+        return layer.quantised_bytes
 
     def fetched_bytes(self, layer: LayerCost) -> int:
         """Bytes that each fetch brings to the device, or makes there from fewer bits."""
-        return self.buffer_bytes(layer) - (
-            self.kept_on_device(layer) if self.source == "peers" else 0
-        )
+        fetched = self.buffer_bytes(layer)
+        if self.source == "peers":
+            fetched -= self.kept_on_device(layer)
+        return fetched
 
 
 class Streamed(NamedTuple):
     """Layers of one rank that are streamed, spread evenly over those that may be."""
 
-    places: tuple[tuple[int, ...], ...]  # of each stage, counted from its first layer
+    entries: tuple[tuple[int, ...], ...]  # of each stage, counted from its first layer
     saved_bytes: int  # on the device, less their buffers and what stays
     host_bytes: int  # in the machine's memory
 
@@ -99,23 +104,26 @@ def streamed_layers(
     """Stream `count` layers of a rank, or as many as may be; `stages` are the layers of each of its
     stages.
     """
-    candidates = [
-        (stage, place)
-        for stage, layers in enumerate(stages)
-        for place, layer in enumerate(layers)
-        if layer.streamed_bytes and streaming.is_possible
-    ]
+    candidates = []
+    for stage, layers in enumerate(stages):
+        for entry, layer in enumerate(layers):
+            if layer.streamed_bytes and streaming.is_possible:
+                candidates.append((stage, entry, layer))
     count = min(count, len(candidates))
-    chosen = [candidates[i] for i in spread(count, len(candidates))] if count else []
-    layers = [stages[stage][place] for stage, place in chosen]
-    buffers = [streaming.buffer_bytes(layer) for layer in layers]
+
+    entries: list[list[int]] = [[] for _ in stages]
+    saved = buffers = largest = 0
+    for chosen in spread(count, len(candidates)):
+        stage, entry, layer = candidates[chosen]
+        entries[stage].append(entry)
+        saved += layer.streamed_weight_bytes - streaming.kept_on_device(layer)
+        buffers += streaming.buffer_bytes(layer)
+        largest = max(largest, streaming.buffer_bytes(layer))
     # Memory of a smaller buffer may not fit a larger one, so each buffer counts as the largest.
-    whole = max(buffers, default=0) * min(count, WHOLE_AT_ONCE)
-    saved = sum(layer.streamed_weight_bytes - streaming.kept_on_device(layer) for layer in layers)
-    places = (
-        tuple(place for stage, place in chosen if stage == number) for number in range(len(stages))
-    )
-    return Streamed(tuple(places), saved - whole, sum(buffers) if streaming.source == "host" else 0)
+    saved -= largest * min(count, WHOLE_AT_ONCE)
+    if streaming.source != "host":
+        buffers = 0
+    return Streamed(tuple(map(tuple, entries)), saved, buffers)
 
 
 # ---- stages and ranks
@@ -123,7 +131,7 @@ def streamed_layers(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a cut depends on besides the layers' costs."""
+    """The facts besides the layers' costs on which a cut depends."""
 
     pipeline: int
     microbatches_per_step: int
@@ -180,28 +188,30 @@ class StageCosts:
     """Costs of any stage of any cut, and of any rank of any schedule, of one run."""
 
     def __init__(self, costs: RunCosts, timings: Timings, setting: Setting) -> None:
-        self.costs, self.timings, self.setting = costs, timings, setting
-        self.layers, self.count = costs.layers, len(costs.layers)
-        self.first_trainable = next(
-            i for i, layer in enumerate(costs.layers) if layer.trainable_names
-        )
-        memory = setting.memory_bytes
-        self.usable_bytes = (
-            math.inf if memory is None else math.floor(memory * (1 - RESERVED_SHARE))
-        )
+        self.costs = costs
+        self.timings = timings
+        self.setting = setting
+        self.layers = costs.layers
+        self.count = len(costs.layers)
+        trains = [bool(layer.trainable_names) for layer in costs.layers]
+        self.first_trainable = trains.index(True)
         self.first_trainable_decoder_layer = max(0, self.first_trainable - 1)
+        self.usable_bytes: float = math.inf
+        if setting.memory_bytes is not None:
+            self.usable_bytes = math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
         encoder = costs.encoder
-        waiting = (
+        self.buffers = Buffers(
+            costs.hidden_bytes,
+            costs.integer_bytes,
             encoder.feature_bytes,
             encoder.batch_bytes,
             encoder.pixel_bytes,
             encoder.hidden_bytes,
         )
-        self.buffers = Buffers(costs.hidden_bytes, costs.integer_bytes, *waiting)
         self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
-            same = i > 0 and layer.kind == costs.layers[i - 1].kind
-            self._run_begins.append(self._run_begins[-1] if same else i)
+            continues = i > 0 and layer.kind == costs.layers[i - 1].kind
+            self._run_begins.append(self._run_begins[-1] if continues else i)
         self.stage = functools.cache(self._stage)
         self._held = functools.cache(self._find_held)
         self._streamed = functools.cache(self._find_streamed)
@@ -244,23 +254,23 @@ class StageCosts:
 
     def _find_held(self, ranges: tuple[LayerRange, ...]) -> tuple[int, int, int]:
         """Bytes of weights and of optimizer state, and trained elements, of a rank's layers."""
-        layers = [layer for begin, end in ranges for layer in self.layers[begin:end]]
-        has_both_ends = ranges[0][0] == 0 and ranges[-1][1] == self.count
-        return (
-            sum(layer.weight_bytes for layer in layers)
-            - self.costs.shared_ends_bytes * has_both_ends,
-            sum(layer.state_bytes for layer in layers),
-            sum(layer.trainable for layer in layers),
-        )
+        weights = state = trainable = 0
+        for begin, end in ranges:
+            for layer in self.layers[begin:end]:
+                weights += layer.weight_bytes
+                state += layer.state_bytes
+                trainable += layer.trainable
+        if ranges[0][0] == 0 and ranges[-1][1] == self.count:
+            weights -= self.costs.shared_ends_bytes
+        return weights, state, trainable
 
     def _find_streamed(self, ranges: tuple[LayerRange, ...], count: int) -> Streamed:
-        return streamed_layers(
-            self.setting.streaming, [self.layers[begin:end] for begin, end in ranges], count
-        )
+        stages = [self.layers[begin:end] for begin, end in ranges]
+        return streamed_layers(self.setting.streaming, stages, count)
 
     def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
-        on_host, most = self.setting.streaming.host_bytes, self.count
-        most = sum(map(len, self._streamed(ranges, most).places))
+        on_host = self.setting.streaming.host_bytes
+        most = sum(map(len, self._streamed(ranges, self.count).entries))
         while on_host is not None and most and self._streamed(ranges, most).host_bytes > on_host:
             most -= 1
         return most
@@ -271,14 +281,16 @@ class StageCosts:
         """Cost of layers [begin, end); the first `recompute` recompute, those at `streamed` are
         streamed.
         """
-        costs, timings = self.costs, self.timings
-        seconds_of = list(timings.layers[begin:end])
+        costs = self.costs
+        seconds_of = list(self.timings.layers[begin:end])
         if end == self.count - 1:
-            seconds_of[-1] = timings.whole_last
+            seconds_of[-1] = self.timings.whole_last
         runs_backward = end > self.first_trainable
-        forward, backward = timings.call, timings.call if runs_backward else 0.0
-        has_input = costs.keeps_input and begin > self.first_trainable
-        kept = costs.hidden_bytes if has_input else 0
+        forward = self.timings.call
+        backward = self.timings.call if runs_backward else 0.0
+        kept = 0
+        if costs.keeps_input and begin > self.first_trainable:
+            kept = costs.hidden_bytes
         most_forward = most_backward = 0
         for i, (cost, seconds) in enumerate(
             zip(self.layers_of(begin, end), seconds_of, strict=True), begin
@@ -295,32 +307,42 @@ class StageCosts:
                 kept += cost.kept_bytes
                 most_forward = max(most_forward, kept + cost.forward_working_bytes)
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
-        waits = self._waits(begin, end, recompute, streamed) if streamed else (NO_WAITS, NO_WAITS)
-        most = StageBytes(kept, most_forward, most_backward if runs_backward else 0)
-        return StageCost(forward, backward, most, *waits)
+        if not runs_backward:
+            most_backward = 0
+        stage = StageCost(forward, backward, StageBytes(kept, most_forward, most_backward))
+        if streamed:
+            return self._with_waits(stage, begin, end, recompute, streamed)
+        return stage
 
-    def _waits(
-        self, begin: int, end: int, recompute: int, streamed: tuple[int, ...]
-    ) -> tuple[Waits, Waits]:
-        """Return how long a stage's forward and backward wait for its streamed layers."""
-        seconds, first, last = self.timings.layers, max(begin, 1), min(end, self.count - 1)
-        fetches = [self.fetch_seconds(self.layers[begin + place]) for place in streamed]
-        fetched_backward = [place for place in streamed if begin + place >= self.first_trainable]
-        forward = sum(x.forward for x in seconds[first:last])
-        backward = sum(
-            x.recomputing if i < recompute else x.backward
-            for i, x in enumerate(seconds[first:last])
-            if first + i >= self.first_trainable
-        )
-        mean = sum(fetches) / len(fetches)
-        return waits_of(len(streamed), mean, forward), waits_of(
-            len(fetched_backward), mean, backward
+    def _with_waits(
+        self, stage: StageCost, begin: int, end: int, recompute: int, streamed: tuple[int, ...]
+    ) -> StageCost:
+        """Return the stage with the waits of its forward and backward for streamed layers."""
+        forward = 0.0
+        backward = 0.0
+        first = max(begin, 1)
+        for i in range(first, min(end, self.count - 1)):
+            seconds = self.timings.layers[i]
+            forward += seconds.forward
+            if i >= self.first_trainable:
+                backward += seconds.recomputing if i - first < recompute else seconds.backward
+
+        fetches = 0.0
+        fetched_backward = 0
+        for entry in streamed:
+            fetches += self.fetch_seconds(self.layers[begin + entry])
+            if begin + entry >= self.first_trainable:
+                fetched_backward += 1
+        mean = fetches / len(streamed)
+        return stage._replace(
+            forward_waits=waits_of(len(streamed), mean, forward),
+            backward_waits=waits_of(fetched_backward, mean, backward),
         )
 
     def fetch_seconds(self, layer: LayerCost) -> float:
-        streaming, timings = self.setting.streaming, self.timings
-        a_byte = timings.fetch_seconds_per_byte.get(streaming.source, 0.0)
-        return timings.fetch_latency + a_byte * streaming.fetched_bytes(layer)
+        streaming = self.setting.streaming
+        a_byte = self.timings.fetch_seconds_per_byte.get(streaming.source, 0.0)
+        return self.timings.fetch_latency + a_byte * streaming.fetched_bytes(layer)
 
     # ---- ranks
 
@@ -338,31 +360,37 @@ class StageCosts:
         """Return the cost of a rank with these stages, at the moments of its schedule
         (`simulate.instants`).
 
-        With "auto" as few layers recompute, or are streamed, as fit; where both may be, whatever
-        takes fewer seconds; where nothing fits, what takes the least memory. `blocks`: number of
-        encoder blocks in its slice; None: all of them for layer 0's rank, which has a slice even
-        without blocks, and no slice for another.
+        With "auto" as few layers recompute, or are streamed, as fit; where both may be, the faster
+        of both; where nothing fits, the cost with the least memory. `blocks`: number of encoder
+        blocks in its slice; None: all of them for layer 0's rank, which has a slice even without
+        blocks, and no slice for another.
         """
-        recompute, stream = self.setting.recompute_layers, self.setting.streaming.layers
-        if recompute == "auto":  # stages without backward keep nothing that could be recomputed
-            layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
+        recompute = self.setting.recompute_layers
+        stream = self.setting.streaming.layers
+        layers = [self.decoder_layers(x) for x in ranges]
+        if recompute == "auto":
+            # stages without backward keep nothing that could be recomputed
+            for stage, (_, end) in enumerate(ranges):
+                if end <= self.first_trainable:
+                    layers[stage] = 0
             counts = range(sum(layers) + 1)
         else:
-            layers = [self.decoder_layers(x) for x in ranges]
             counts = range(recompute[rank], recompute[rank] + 1)
-        most = self._most_streamed(tuple(ranges))
 
         def cost(recomputed: int, streamed: int) -> RankCost:
             return self.rank_cost(ranges, _split(recomputed, layers), moments, blocks, streamed)
 
-        if stream == "auto" and most:
-            fastest = self._fastest(cost, counts, most)
+        streamed = 0
+        if stream == "auto":
+            streamed = self._most_streamed(tuple(ranges))
+            fastest = self._fastest(cost, counts, streamed)
             if fastest is not None:
                 return fastest
-        fixed = most if stream == "auto" else stream[rank] if stream else 0
+        elif stream:
+            streamed = stream[rank]
         costs = []
         for count in counts:
-            costs.append(cost(count, fixed))
+            costs.append(cost(count, streamed))
             if self.fits(costs[-1]):
                 return costs[-1]
         return min(costs, key=lambda x: x.total_bytes)
@@ -379,12 +407,14 @@ class StageCosts:
         streamed = most
         for recomputed in recompute:
             # two buffers may take more than one or two streamed layers save
-            resident = cost(recomputed, 0)
-            candidate = resident if self.fits(resident) else cost(recomputed, streamed)
+            candidate = resident = cost(recomputed, 0)
+            if not self.fits(resident):
+                candidate = cost(recomputed, streamed)
             if not self.fits(candidate):
                 continue
             while candidate is not resident and self.fits(fewer := cost(recomputed, streamed - 1)):
-                candidate, streamed = fewer, streamed - 1
+                candidate = fewer
+                streamed -= 1
             if best is None or candidate.seconds < best.seconds:
                 best = candidate
             if candidate is resident:  # recomputing more only takes longer
@@ -402,31 +432,35 @@ class StageCosts:
         """Cost of a rank where the first `recompute[s]` layers of stage s recompute, and `streamed`
         are streamed.
         """
-        ranges, is_first = tuple(ranges), ranges[0][0] == 0
+        ranges = tuple(ranges)
+        is_first = ranges[0][0] == 0
         if blocks is None:
-            blocks = self.costs.encoder.blocks * is_first
-        has_slice = is_first or blocks > 0
-        places, saved_bytes, host_bytes = self._streamed(ranges, streamed)
-        # As many as may be whole at once come once a step, and stay.
-        fetched = places if sum(map(len, places)) > WHOLE_AT_ONCE else ((),) * len(ranges)
-        stages = tuple(
-            self.stage(*layer_range, count, its_places)
-            for layer_range, count, its_places in zip(ranges, recompute, fetched, strict=True)
-        )
+            blocks = self.costs.encoder.blocks if is_first else 0
+        entries, saved_bytes, host_bytes = self._streamed(ranges, streamed)
+        stages = []
+        for layer_range, count, fetched in zip(ranges, recompute, entries, strict=True):
+            # As many as may be whole at once come once a step, and stay.
+            if sum(map(len, entries)) <= WHOLE_AT_ONCE:
+                fetched = ()
+            stages.append(self.stage(*layer_range, count, fetched))
+
         weights, state, trainable = self._held(ranges)
+        seconds = sum(stage.seconds for stage in stages)
+        if is_first or blocks:
+            weights += self.encoder_bytes(blocks)
+            seconds += self.timings.encode_of(blocks, is_first)
         end_working = self.costs.optimizer.workspace_bytes * trainable
         encode_working = self.costs.encoder.working_of(blocks, first=is_first)
         most = peak(moments, [stage.bytes for stage in stages], encode_working, end_working)
         return RankCost(
-            stages,
+            tuple(stages),
             tuple(recompute),
-            seconds=sum(stage.seconds for stage in stages)
-            + self.timings.encode_of(blocks, is_first) * has_slice,
-            weight_bytes=weights + self.encoder_bytes(blocks) * has_slice - saved_bytes,
+            seconds=seconds,
+            weight_bytes=weights - saved_bytes,
             state_bytes=state,
             activation_bytes=most.activations,
             working_bytes=most.working,
-            streamed=places if any(places) else (),
+            streamed=entries if any(entries) else (),
             host_bytes=host_bytes,
         )
 
@@ -438,9 +472,11 @@ class StageCosts:
 
     def overflow(self, rank: RankCost) -> float:
         """Bytes beyond the limits, on the device and on the host."""
+        overflow = max(0, rank.total_bytes - self.usable_bytes)
         most = self.setting.streaming.host_bytes
-        on_host = 0 if most is None else max(0, rank.host_bytes - most)
-        return max(0, rank.total_bytes - self.usable_bytes) + on_host
+        if most is not None:
+            overflow += max(0, rank.host_bytes - most)
+        return overflow
 
 
 def stage_costs(
@@ -452,38 +488,40 @@ def stage_costs(
     `memory_bytes` is what a rank may use. Raises UserError for a `parallel.calibration` that does
     not fit.
     """
-    parallel, train, costs = config.parallel, config.train, run_costs(config, models)
+    parallel = config.parallel
+    costs = run_costs(config, models)
     # A limit is for GPUs, also where a laptop plans for them.
     is_gpu = memory_bytes is not None or (device is not None and device.is_gpu)
     assumptions = GPU if is_gpu else CPU
-    calibration = find_calibration(config, models, device or cpu_device(config))
+    calibration = find_calibration(config, models, device or cpu_device(parallel))
     if calibration is None:
         timings = assumed_timings(costs, parallel.data, assumptions)
     else:
         costs, timings = calibrated(costs, calibration, parallel.data, assumptions)
+    packs = parallel.data * config.train.packs_per_microbatch
     setting = Setting(
         pipeline=parallel.pipeline,
-        microbatches_per_step=train.packs_per_step // (parallel.data * train.packs_per_microbatch),
+        microbatches_per_step=config.train.packs_per_step // packs,
         memory_bytes=memory_bytes,
         recompute_layers=_of_ranks(parallel.recompute_layers, parallel.pipeline),
         polls_sends=is_gpu,  # gloo, for CPUs, cannot tell what has gone
-        streaming=streaming_of(config),
+        streaming=streaming_of(parallel, config.model.llm.quantize),
     )
     return StageCosts(costs, timings, setting)
 
 
-def streaming_of(config: RunConfig) -> Streaming:
-    """What of a run's frozen weights may be streamed, as its config says."""
-    parallel, quantisation = config.parallel, config.model.llm.quantize
+def streaming_of(parallel: ParallelSection, quantisation: Quantisation | None) -> Streaming:
+    """The frozen weights of a run that may be streamed, or are quantised, as its keys say."""
     if quantisation is not None:
         return Streaming((MAX_LAYERS,) * parallel.pipeline, quantisation)
-    gib = parallel.host_memory_gib
-    return Streaming(
-        _of_ranks(parallel.streamed_layers, parallel.pipeline),
-        parallel.stream_from,
-        (parallel.weight_shards or parallel.data) if parallel.stream_from == "peers" else 1,
-        None if gib is None else int(gib * 2**30),
-    )
+    shards = 1
+    if parallel.stream_from == "peers":
+        shards = parallel.weight_shards or parallel.data
+    host_bytes: int | None = None
+    if parallel.host_memory_gib is not None:
+        host_bytes = int(parallel.host_memory_gib * 2**30)
+    layers = _of_ranks(parallel.streamed_layers, parallel.pipeline)
+    return Streaming(layers, parallel.stream_from, shards, host_bytes)
 
 
 def _of_ranks(

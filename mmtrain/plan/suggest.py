@@ -3,8 +3,8 @@ streaming or none.
 
 config, N --candidates: all layouts of N devices, as overrides of the config
           --least_step_seconds--> the most promising ones first
-          --the search that make_plan runs--> layouts that fit, with their steps --simpler ones
-              first--> the best
+          --the search that make_plan runs--> layouts that fit, with their steps
+          --the fastest first, but quantised ones last--> the best
           --render_suggestion--> a table with a row a layout, and what to put behind CONFIG for each
 
 Every layout makes the same step. Candidates do not change what it computes, except those that
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, table_lines, terminal_width
+from mmtrain.base.printing import bytes_text, counted, table_lines, terminal_width
 from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
-from mmtrain.config.schema import MAX_RANKS, RunConfig
+from mmtrain.config.schema import MAX_RANKS, RunConfig, TrainSection
+from mmtrain.facts.models import Models, models_of
 from mmtrain.facts.quantised import BITS
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.costs import Models
-from mmtrain.plan.plan import wrapped
-from mmtrain.plan.planner import make_plan, memory_limit, models_of
+from mmtrain.plan.plan import unit_of, wrapped
+from mmtrain.plan.planner import make_plan, memory_limit
 from mmtrain.plan.refusals import check_run
 from mmtrain.plan.search import Search, least_step_seconds
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
@@ -40,8 +40,8 @@ MOST_PLANS = 30
 """Of 7 runs on 4 and 8 devices, 6 to 25 plans give the five layouts that planning all 21 to 57
 gives; 10 plans miss the fastest by 67% at worst, 15 never do. A plan of a 7B takes half a second,
 one of a 32B two."""
-SIMPLER = 0.01
-"""Share of a step that a layout must save to come before a simpler one. Times are estimates."""
+WORTH = 0.01
+"""Share of a step that more packs, streaming or quantising must save. Times are estimates."""
 MOST_TOKENS = 2**16
 """Of a micro-batch that has several packs: from 10,000 on every fetch of weights hides behind
 computing.
@@ -68,7 +68,7 @@ SAVINGS: tuple[Changes, ...] = (
 
 
 class Size(NamedTuple):
-    """What tells layouts apart, besides what the planner chooses."""
+    """The facts that tell layouts apart, besides the planner's choices."""
 
     pipeline: int
     data: int
@@ -79,14 +79,6 @@ class Size(NamedTuple):
     @property
     def is_quantised(self) -> bool:
         return self.source in BITS
-
-    @property
-    def simplicity(self) -> tuple[int, ...]:
-        """Sort key, the simplest first: nothing streamed, host, peers, quantised; then fewer ranks,
-        packs, shards.
-        """
-        source = {None: 0, "host": 1, "peers": 2}.get(self.source, 3)
-        return source, self.pipeline, self.packs_per_microbatch, self.shards
 
     def is_more_than(self, other: Size) -> bool:
         """Whether the ranks are the same, and this layout takes more packs, streams, or has more
@@ -129,14 +121,15 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    changes: Changes
+    overrides: Changes  # what differs from the run's own config
     config: RunConfig  # with these
     costs: StageCosts
     bound: float  # seconds that a step takes at least; infinite: it cannot fit
 
     @property
     def size(self) -> Size:
-        parallel, streaming = self.config.parallel, self.costs.setting.streaming
+        parallel = self.config.parallel
+        streaming = self.costs.setting.streaming
         source = streaming.source if streaming.is_possible else None
         packs = self.config.train.packs_per_microbatch
         return Size(parallel.pipeline, parallel.data, packs, source, parallel.weight_shards or 1)
@@ -148,43 +141,46 @@ def suggest(
     device_memory_bytes: int | None = None,
     device: Device | None = None,
 ) -> Suggestion:
-    """Suggest at most five layouts that use `devices` devices; starts nothing.
+    """Suggest at most five layouts that use `devices` devices, the fastest first; starts nothing.
 
     Candidates are planned in the order of a lower bound of their steps, until none of the others
-    can be among the best, MOST_PLANS at most. First comes the fastest, or the simplest of all that
-    take at most SIMPLER longer. Candidates without calibrated costs are left out where others have
-    them. Layouts that quantise come last, and only if faster.
+    can be among the best, MOST_PLANS at most. A layout that takes more packs or streams more than
+    another of the same ranks must save WORTH. Candidates without calibrated costs are left out
+    where others have them. Layouts that quantise come last, and only if WORTH faster.
 
     Raises UserError for a number of devices that no layout can use, and where nothing fits.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    limit = memory_limit(config.parallel, device_memory_bytes)
     changes = candidates(config, len(models.llm.decoder), devices)
     check_run(config.changed(changes[0]), models)
     every = [_with_bound(config, x, models, limit, device) for x in changes]
     used = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf] or every
+
     layouts: list[SuggestedLayout] = []
     tried = not_tried = 0
-    for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound, x.size.simplicity)):
+    for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound)):
         if not _may_be_best(candidate, layouts):
             continue
         if tried == MOST_PLANS:
             not_tried += 1
             continue
         tried += 1
-        layout = _layout(candidate, config)
+        layout = _layout(candidate)
         if layout is not None:
             layouts.append(layout)
-    best = _best(layouts) or [_smallest(config, used, device_memory_bytes, device)]
-    keys = [*overrides(config, BY_HAND)] + [CALIBRATION] * any(
-        CALIBRATION in x.overrides for x in best
-    )
+
+    best = _best(layouts) or [_smallest(used, device_memory_bytes, device)]
+    by_hand = [*overrides(config, BY_HAND)]
+    if any(CALIBRATION in x.overrides for x in best):
+        by_hand.append(CALIBRATION)
     return Suggestion(
         config=config,
         devices=devices,
         decoder_layers=len(models.llm.decoder),
         memory_limit_bytes=limit,
         layouts=tuple(best),
-        by_hand=tuple(keys),
+        by_hand=tuple(by_hand),
         measured_on=used[0].costs.timings.device,
         not_measured=len(every) - len(used),
         tried=tried,
@@ -198,28 +194,29 @@ def _with_bound(
     """Return a candidate with its costs: calibrated where the named calibration fits it, else
     assumed.
     """
+    changed = config.changed(changes)
     try:
-        costs = stage_costs(config.changed(changes), models, limit, device)
+        costs = stage_costs(changed, models, limit, device)
     except UserError:
         changes = changes | {CALIBRATION: None}
-        costs = stage_costs(config.changed(changes), models, limit, device)
-    return _Candidate(changes, config.changed(changes), costs, least_step_seconds(costs))
+        changed = config.changed(changes)
+        costs = stage_costs(changed, models, limit, device)
+    return _Candidate(overrides(config, changes), changed, costs, least_step_seconds(costs))
 
 
 def _may_be_best(candidate: _Candidate, layouts: Sequence[SuggestedLayout]) -> bool:
     """Whether a candidate that takes no longer than its bound would be among the best."""
-    alike = _first([x for x in layouts if x.size.is_quantised == candidate.size.is_quantised])
-    slowest = (
-        max(x.step_seconds for x in alike) * (1 + SIMPLER)
-        if len(alike) == MOST_LAYOUTS
-        else math.inf
-    )
-    if candidate.size.is_quantised:
-        slowest = min(slowest, _fastest_exact(layouts) * (1 - SIMPLER))
+    is_quantised = candidate.size.is_quantised
+    alike = _fastest([x for x in layouts if x.size.is_quantised == is_quantised])
+    slowest = math.inf
+    if len(alike) == MOST_LAYOUTS:
+        slowest = alike[-1].step_seconds
+    if is_quantised:
+        slowest = min(slowest, _to_beat(layouts))
     return candidate.bound < slowest and _saves(candidate.size, candidate.bound, layouts)
 
 
-def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
+def _layout(candidate: _Candidate) -> SuggestedLayout | None:
     """Return the layout that `make_plan` finds; None if none fits, or if a streaming one streams
     nothing.
     """
@@ -229,7 +226,7 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
     if candidate.size.source is not None and not any(rank.streamed for rank in layout.ranks):
         return None
     return SuggestedLayout(
-        overrides=overrides(config, candidate.changes),
+        overrides=candidate.overrides,
         size=candidate.size,
         recompute_layers=sum(layout.recompute_layers),
         memory_bytes=max(rank.total_bytes for rank in layout.ranks),
@@ -239,46 +236,41 @@ def _layout(candidate: _Candidate, config: RunConfig) -> SuggestedLayout | None:
 
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    exact = _first([x for x in layouts if not x.size.is_quantised])
-    limit = _fastest_exact(layouts) * (1 - SIMPLER)
-    faster = _first([x for x in layouts if x.size.is_quantised and x.step_seconds < limit])
-    faster = faster[: max(1, MOST_LAYOUTS - len(exact))]
-    return [*exact[: MOST_LAYOUTS - len(faster)], *faster]
-
-
-def _first(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """Return the first MOST_LAYOUTS, each the simplest of those that take at most SIMPLER longer
-    than the fastest.
+    """The fastest layouts, MOST_LAYOUTS at most; the last ones quantise, if any of those is worth
+    it.
     """
-    rest = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
-    first: list[SuggestedLayout] = []
-    while rest and len(first) < MOST_LAYOUTS:
-        longest = (1 + SIMPLER) * min(x.step_seconds for x in rest)
-        first.append(
-            min((x for x in rest if x.step_seconds <= longest), key=lambda x: x.size.simplicity)
-        )
-        rest.remove(first[-1])
-    return first
+    limit = _to_beat(layouts)
+    exact = _fastest([x for x in layouts if not x.size.is_quantised])
+    faster = [x for x in layouts if x.size.is_quantised and x.step_seconds < limit]
+    quantised = _fastest(faster)[: max(1, MOST_LAYOUTS - len(exact))]
+    return [*exact[: MOST_LAYOUTS - len(quantised)], *quantised]
 
 
-def _fastest_exact(layouts: Sequence[SuggestedLayout]) -> float:
-    return min((x.step_seconds for x in layouts if not x.size.is_quantised), default=math.inf)
+def _fastest(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
+    """Return the fastest MOST_LAYOUTS of these, without those that are not worth more packs or
+    streaming.
+    """
+    worth = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
+    return sorted(worth, key=lambda x: x.step_seconds)[:MOST_LAYOUTS]
+
+
+def _to_beat(layouts: Sequence[SuggestedLayout]) -> float:
+    """Seconds that a layout must beat to be worth quantising."""
+    exact = (x.step_seconds for x in layouts if not x.size.is_quantised)
+    return min(exact, default=math.inf) * (1 - WORTH)
 
 
 def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bool:
-    """Whether `size` saves SIMPLER over every layout with the same ranks that takes fewer packs or
+    """Whether `size` saves WORTH over every layout with the same ranks that takes fewer packs or
     streams less.
     """
     return not any(
-        size.is_more_than(x.size) and x.step_seconds <= seconds * (1 + SIMPLER) for x in layouts
+        size.is_more_than(x.size) and x.step_seconds <= seconds * (1 + WORTH) for x in layouts
     )
 
 
 def _smallest(
-    config: RunConfig,
-    used: Sequence[_Candidate],
-    device_memory_bytes: int | None,
-    device: Device | None,
+    used: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
 ) -> SuggestedLayout:
     """Return the layout that needs the least memory; raise UserError with what it needs if it does
     not fit.
@@ -293,13 +285,10 @@ def _smallest(
     try:
         make_plan(smallest.config, device_memory_bytes, device)
     except UserError as error:
-        changes = (
-            " ".join(as_options(overrides(config, smallest.changes))) or "that of the configuration"
-        )
-        devices = smallest.size.pipeline * smallest.size.data
-        count = f"{devices:,} device{'s' * (devices > 1)}"
+        changes = " ".join(as_options(smallest.overrides)) or "that of the configuration"
+        count = counted(smallest.size.pipeline * smallest.size.data, "device")
         raise UserError(f"no layout of {count} fits. The smallest, {changes}:\n{error}") from None
-    return _layout(smallest, config)
+    return _layout(smallest)
 
 
 # ---- what fits
@@ -313,7 +302,8 @@ def what_fits(
     The first leaves the LLM whole: it changes as little as fits, rather the ranks than the packs.
     The second quantises.
     """
-    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    models = models_of(config).read()
+    limit = memory_limit(config.parallel, device_memory_bytes)
 
     def planned(changes: Changes) -> str:
         changes = BY_HAND | changes
@@ -322,18 +312,17 @@ def what_fits(
         except UserError:  # e.g. more stages than layers
             return ""
         candidate = _with_bound(config, changes, models, limit, device)
-        fits = candidate.bound < math.inf and Search(candidate.costs, "auto").surely_fits()
-        return " ".join(as_options(overrides(config, candidate.changes))) if fits else ""
+        if candidate.bound == math.inf or not Search(candidate.costs, "auto").surely_fits():
+            return ""
+        return " ".join(as_options(candidate.overrides))
 
     savings = [saving for saving in SAVINGS if overrides(config, saving)]
     added = [*itertools.accumulate(({}, *savings), operator.or_)]
-    whole = [sizes | changes for sizes, changes in itertools.product(_sizes(config, models), added)]
+    whole = itertools.starmap(operator.or_, itertools.product(_sizes(config, models), added))
     quantised = [kept(0) | {"model.llm.quantize": bits} for bits in BITS]
-    hints: list[str] = []
-    for changes in (whole, quantised):
-        hints += itertools.islice(filter(None, map(planned, changes)), 1)
-    if hints:
-        return f"To use less memory (planned: it fits): {'; or '.join(hints)}"
+    hints = [next(filter(None, map(planned, options)), "") for options in (whole, quantised)]
+    if any(hints):
+        return f"To use less memory (planned: it fits): {'; or '.join(filter(None, hints))}"
     return (
         "Neither more ranks nor shorter packs nor streamed layers fit. "
         "Train less, or use devices with more memory"
@@ -347,15 +336,22 @@ def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
     Shorter packs have room for the largest image and much text, and a step has as many tokens.
     """
     pipeline, data = config.parallel.pipeline, config.parallel.data
-    layouts = [(pipeline, data), *((pipeline * data // n, n) for n in _divisors(pipeline * data))]
+    ranks = pipeline * data
+    layouts = [(pipeline, data)]
+    layouts += [(ranks // n, n) for n in _divisors(ranks)]
     layouts += [(pipeline * times, data) for times in (2, 4, 8, 16)]
     needed = models.layout.most_positions + 2 * config.data.expected_text_tokens
-    keys = "parallel.pipeline", "parallel.data", "data.pack_length", "train.packs_per_step"
     for parts in (1, 2, 4, 8):
         length = config.data.pack_length // parts
-        if parts == 1 or length >= needed:
-            packs = length, config.train.packs_per_step * parts
-            yield from (dict(zip(keys, layout + packs, strict=True)) for layout in layouts)
+        if parts > 1 and length < needed:
+            continue
+        for pipeline, data in layouts:
+            yield {
+                "parallel.pipeline": pipeline,
+                "parallel.data": data,
+                "data.pack_length": length,
+                "train.packs_per_step": config.train.packs_per_step * parts,
+            }
 
 
 # ---- candidates
@@ -368,92 +364,87 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     """
     if not 1 <= devices <= MAX_RANKS:
         raise UserError(f"{devices} devices: choose 1 to {MAX_RANKS:,} devices")
-    sizes = [(devices // data, data) for data in _divisors(devices)]
-    sizes = [
-        (pipeline, data)
-        for pipeline, data in sizes
-        if pipeline <= decoder_layers + 2 and data <= MOST_REPLICAS
-    ]
-    layouts = [
-        {
-            "parallel.pipeline": pipeline,
-            "parallel.data": data,
-            "train.packs_per_microbatch": packs,
-            **kept,
-            **BY_HAND,
-        }
-        for pipeline, data in sizes
-        for packs in _packs(config, pipeline, data)
-        for kept in _where_layers_are_kept(config, data)
-    ]
+    sizes = []
+    for data in _divisors(devices):
+        if devices // data <= decoder_layers + 2 and data <= MOST_REPLICAS:
+            sizes.append((devices // data, data))
+
+    layouts: list[Changes] = []
+    for pipeline, data in sizes:
+        its_packs = _packs(config.train, config.data.pack_length, pipeline, data)
+        for packs, where in itertools.product(its_packs, _where_layers_are_kept(config, data)):
+            size = {
+                "parallel.pipeline": pipeline,
+                "parallel.data": data,
+                "train.packs_per_microbatch": packs,
+            }
+            layouts.append(size | where | BY_HAND)
     if layouts:
         return layouts
+
     packs, model = config.train.packs_per_step, config.model.llm.path
     remedy = "Choose another number of devices"
     if sizes:
         below = max((packs - 1) // data * data for _, data in sizes)
         above = min((packs // data + 1) * data for _, data in sizes)
-        remedy = (
-            f"Set train.packs_per_step={f'{below:,} or ' if below else ''}{above:,}, "
-            f"or c{remedy[1:]}"
-        )
+        fitting = " or ".join(f"{count:,}" for count in (below, above) if count)
+        remedy = f"Set train.packs_per_step={fitting}, or choose another number of devices"
     raise UserError(
-        f"{devices:,} devices: no layout uses all of them. "
-        f"There are at most {decoder_layers + 2} pipeline ranks, one "
-        f"per layer of {model} (front, {decoder_layers} decoder layers, head), at most "
-        f"{MOST_REPLICAS:,} replicas, "
-        f"a divisor of train.packs_per_step ({packs:,}), and at most {MAX_MICROBATCHES:,} "
-        "micro-batches on "
-        f"all ranks. {remedy}"
+        f"{devices:,} devices: no layout uses all of them. There are at most {decoder_layers + 2} "
+        f"pipeline ranks, one per layer of {model} (front, {decoder_layers} decoder layers, head), "
+        f"at most {MOST_REPLICAS:,} replicas, a divisor of train.packs_per_step ({packs:,}), and "
+        f"at most {MAX_MICROBATCHES:,} micro-batches on all ranks. {remedy}"
     )
 
 
-def _packs(config: RunConfig, pipeline: int, data: int) -> Iterator[int]:
+def _packs(train: TrainSection, pack_length: int, pipeline: int, data: int) -> Iterator[int]:
     """Packs a micro-batch: more of them hide fetches, and take more memory."""
-    if config.train.packs_per_step % data:
+    if train.packs_per_step % data:
         return
-    packs = config.train.packs_per_step // data
+    packs = train.packs_per_step // data
     for count in _divisors(packs):
-        may_be = (
-            count in (1, config.train.packs_per_microbatch)
-            or count * config.data.pack_length <= MOST_TOKENS
-        )
+        is_own = count in (1, train.packs_per_microbatch)
+        may_be = is_own or count * pack_length <= MOST_TOKENS
         if may_be and packs // count * pipeline <= MAX_MICROBATCHES:
             yield count
 
 
 def _where_layers_are_kept(config: RunConfig, data: int) -> Iterator[Changes]:
-    """Where frozen decoder layers are kept: on the devices, or fetched before they compute."""
-
+    """Yield the homes of frozen decoder layers: on the devices, in fewer bits, or fetched before
+    they compute.
+    """
     yield kept(0)
-    if config.model.llm.quantize is None:
-        yield from (kept(0) | {"model.llm.quantize": bits} for bits in BITS)
-        yield kept("auto")
-        if config.parallel.host_memory_gib is None:  # a key of streaming from the host
-            yield from (
-                kept("auto", "peers", shards)
-                for shards in _divisors(data)[1:]
-                if shards <= MOST_SHARDS
-            )
+    if config.model.llm.quantize is not None:
+        return
+    for bits in BITS:
+        yield kept(0) | {"model.llm.quantize": bits}
+    yield kept("auto")
+    if config.parallel.host_memory_gib is None:  # a key of streaming from the host
+        for shards in _divisors(data)[1:]:
+            if shards <= MOST_SHARDS:
+                yield kept("auto", "peers", shards)
 
 
 def kept(layers: Any, source: str = "host", shards: int | None = None) -> Changes:
-    keys = "streamed_layers", "stream_from", "weight_shards"
     return {
-        f"parallel.{key}": value for key, value in zip(keys, (layers, source, shards), strict=True)
+        "parallel.streamed_layers": layers,
+        "parallel.stream_from": source,
+        "parallel.weight_shards": shards,
     }
 
 
 def overrides(config: RunConfig, changes: Changes) -> Changes:
-    return {
-        key: value
-        for key, value in changes.items()
-        if config.value_at(tuple(key.split("."))) != value
-    }
+    """Return the changes that are not the config's own values."""
+    changed = {}
+    for key, value in changes.items():
+        if config.value_at(tuple(key.split("."))) != value:
+            changed[key] = value
+    return changed
 
 
 def as_options(changes: Changes) -> list[str]:
-    return [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
+    values = ("null" if value is None else value for value in changes.values())
+    return [f"{key}={value}" for key, value in zip(changes, values, strict=True)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -469,110 +460,105 @@ def render_suggestion(suggestion: Suggestion) -> list[str]:
     backslash.
     """
     config, limit = suggestion.config, suggestion.memory_limit_bytes
-    devices = f"{suggestion.devices:,} device{'s' * (suggestion.devices > 1)}"
+    devices = counted(suggestion.devices, "device")
     room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
-    packs = f"{config.train.packs_per_step:,} pack{'s' * (config.train.packs_per_step > 1)}"
-    headline = [
+    lines = wrapped(
         f"{config.run.name} ({config.model.llm.path}) on {devices}, {room}: "
-        f"the best layouts for a step of {packs}"
-    ]
+        f"the best layouts for a step of {counted(config.train.packs_per_step, 'pack')}"
+    )
     if limit is None:
-        headline.append(
+        lines += wrapped(
             "without parallel.device_memory_gib all layouts fit; "
             "set it for devices that are not here"
         )
+    lines += _table(suggestion)
+    lines += wrapped(*_notes(suggestion))
     best, *others = suggestion.layouts
-    return [
-        *wrapped(*headline),
-        *_table(suggestion),
-        *wrapped(*_notes(suggestion)),
-        "append to CONFIG for layout 1:",
-        *_pasted("  ", best),
-        *(["for the other layouts:"] if others else []),
-        *(
-            line
-            for number, layout in enumerate(others, 2)
-            for line in _pasted(f"  {number}: ", layout)
-        ),
-    ]
+    lines += ["append to CONFIG for layout 1:", *_pasted("  ", best)]
+    if others:
+        lines.append("for the other layouts:")
+    for number, layout in enumerate(others, 2):
+        lines += _pasted(f"  {number}: ", layout)
+    return lines
 
 
 def _table(suggestion: Suggestion) -> list[str]:
-    best = suggestion.layouts[0].step_seconds
-    is_measured, layers = suggestion.measured_on is not None, suggestion.decoder_layers
-    on_host = any(layout.host_bytes for layout in suggestion.layouts)
-    unit, name = (
-        (2**30, "GiB")
-        if max(x.memory_bytes for x in suggestion.layouts) >= 2**30
-        else (2**20, "MiB")
-    )
-    rows = []
-    for number, layout in enumerate(suggestion.layouts, 1):
-        size = layout.size
-        streamed = f"{size.source}/{size.shards}" if size.source == "peers" else size.source
-        amounts = [layout.memory_bytes, layout.host_bytes][: 1 + on_host]
-        rows.append(
-            [
-                number,
-                size.pipeline,
-                f"{size.data:,}",
-                size.packs_per_microbatch,
-                streamed or "-",
-                f"{layout.recompute_layers} of {layers}",
-                *(f"{amount / unit:,.1f}" if amount else "-" for amount in amounts),
-                f"{layout.step_seconds:,.3g}"
-                if is_measured
-                else f"{layout.step_seconds / best:.2f}",
-            ]
-        )
-    sizes = [f">memory\n{name}", f">host\n{name}"][: 1 + on_host]
-    step = ">step\ns" if is_measured else ">step\nratio"
-    columns = (
+    layouts = suggestion.layouts
+    is_measured = suggestion.measured_on is not None
+    streams_from_host = any(layout.host_bytes for layout in layouts)
+    unit, name = unit_of(max(layout.memory_bytes for layout in layouts))
+    columns = [
         "",
         ">pipeline",
         ">data",
         ">packs per\nmicro-batch",
         "streamed",
         ">recompute\nlayers",
-        *sizes,
-        step,
-    )
+        f">memory\n{name}",
+    ]
+    if streams_from_host:
+        columns.append(f">host\n{name}")
+    columns.append(">step\ns" if is_measured else ">step\nratio")
+
+    rows = []
+    for number, layout in enumerate(layouts, 1):
+        size = layout.size
+        streamed = size.source or "-"
+        if size.source == "peers":
+            streamed = f"peers/{size.shards}"
+        row = [
+            number,
+            size.pipeline,
+            f"{size.data:,}",
+            size.packs_per_microbatch,
+            streamed,
+            f"{layout.recompute_layers} of {suggestion.decoder_layers}",
+            f"{layout.memory_bytes / unit:,.1f}",
+        ]
+        if streams_from_host:
+            row.append(f"{layout.host_bytes / unit:,.1f}" if layout.host_bytes else "-")
+        if is_measured:
+            row.append(f"{layout.step_seconds:,.3g}")
+        else:
+            row.append(f"{layout.step_seconds / layouts[0].step_seconds:.2f}")
+        rows.append(row)
     return table_lines(columns, rows)
 
 
 def _notes(suggestion: Suggestion) -> Iterator[str]:
-    """Say what the numbers rest on, and what was left to the planner."""
-    simpler = f"among layouts within {SIMPLER:.0%}, the simpler comes first"
+    """Say on what the numbers rest, and what was left to the planner."""
     if suggestion.measured_on is None:
-        yield f"costs: assumed, as ratios; mmtrain calibrate CONFIG measures seconds; {simpler}"
+        yield "costs: assumed, as ratios; mmtrain calibrate CONFIG measures seconds"
     else:
-        yield f"costs: calibrated on {suggestion.measured_on}; {simpler}"
+        yield f"costs: calibrated on {suggestion.measured_on}"
     if suggestion.not_measured:
         yield (
             f"{suggestion.not_measured} layouts are left out: this calibration does not cover them"
         )
-    if any(layout.size.source == "peers" for layout in suggestion.layouts):
+    sources = [layout.size.source for layout in suggestion.layouts]
+    if "peers" in sources:
         yield "from peers: pays only inside a machine with NVLink"
-    if any(layout.size.source in BITS for layout in suggestion.layouts):
+    if not set(BITS).isdisjoint(sources):
         yield (
             f"{' and '.join(BITS)}: a quantised LLM, near {suggestion.config.model.llm.path}; "
-            "needs pip install "
-            "'mmtrain[quantize]'; these layouts come last"
+            "needs pip install 'mmtrain[quantize]'; these layouts come last"
         )
     if suggestion.by_hand:
         yield f"chosen by the planner, although CONFIG sets them: {', '.join(suggestion.by_hand)}"
     tried = f"{suggestion.tried} layouts were planned, the most promising first"
-    yield tried + (f"; {suggestion.not_tried} more may be as good" if suggestion.not_tried else "")
+    if suggestion.not_tried:
+        tried += f"; {suggestion.not_tried} more may be as good"
+    yield tried
 
 
 def _pasted(mark: str, layout: SuggestedLayout) -> list[str]:
     """Return one line for a shell, wrapped behind backslashes to the terminal's width."""
-    options = " ".join(as_options(layout.overrides)) or "(nothing: CONFIG has this layout)"
-    style = {
-        "initial_indent": mark,
-        "subsequent_indent": "    ",
-        "break_on_hyphens": False,
-        "break_long_words": False,
-    }
-    lines = textwrap.wrap(options, terminal_width() - 2, **style)
-    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
+    *others, last = textwrap.wrap(
+        " ".join(as_options(layout.overrides)) or "(nothing: CONFIG has this layout)",
+        terminal_width() - 2,
+        initial_indent=mark,
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [*(f"{line} \\" for line in others), last]

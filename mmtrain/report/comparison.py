@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from mmtrain.base.printing import counted
 from mmtrain.base.progress import clock
@@ -17,7 +19,6 @@ from mmtrain.report.elements import (
     Series,
     Unit,
     listed,
-    number,
     percent,
     table,
 )
@@ -34,6 +35,8 @@ CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (
     ("tokens_per_second", "Tokens a second", "tokens a second, without padding", "number", False),
 )
 
+NOTHING = SimpleNamespace(y=None, loss=None, exact_match=None, token_accuracy=None)
+
 
 def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
     """Return title, a sentence and sections of a page of these runs; raises UserError for a folder
@@ -42,45 +45,40 @@ def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
     records = [read_run(folder) for folder in folders]
     names = [run.name for run in records]
     runs = {}
-    for place, (name, run) in enumerate(zip(names, records, strict=True), start=1):
-        runs[name if names.count(name) == 1 else f"{name} ({place})"] = run
-    return (
-        listed(runs),
-        f"{len(runs)} runs side by side.",
-        (_results(runs), _curves(runs), _keys(runs)),
-    )
+    for place, run in enumerate(records, start=1):
+        name = run.name
+        if names.count(name) > 1:
+            name = f"{name} ({place})"
+        runs[name] = run
+    parts = (_results(runs), _curves(runs), _keys(runs))
+    return listed(runs), f"{len(runs)} runs side by side.", parts
 
 
 def _results(runs: Mapping[str, RunRecord]) -> Section:
     columns = (
-        *("run", ">steps", ">final loss", ">held-out loss", ">exact match", ">token accuracy"),
-        *(">control: exact match", ">tokens a second", ">time"),
+        "run, >steps, >final loss, >held-out loss, >exact match, >token accuracy, "
+        ">control: exact match, >tokens a second, >time"
     )
-    rows = []
+    rows, answers = [], []
     for name, run in runs.items():
-        ends, speed = run.curves["loss"].means(10), run.curves["tokens_per_second"].means(1)
-        scores = run.evaluations[-1] if run.evaluations else None
-        row = [
+        scores = _last(run.evaluations)
+        row = (
             name,
             run.steps_done,
-            number(ends[-1].y if ends else None),
-            number(scores.loss if scores else None),
-            percent(scores.exact_match if scores else None),
-            percent(scores.token_accuracy if scores else None),
-            percent(run.control.exact_match if run.control else None),
-            number(speed[0].y if speed else None),
+            _last(run.curves["loss"].means(10)).y,
+            scores.loss,
+            percent(scores.exact_match),
+            percent(scores.token_accuracy),
+            percent((run.control or NOTHING).exact_match),
+            _last(run.curves["tokens_per_second"].means(1)).y,
             clock(run.seconds),
-        ]
+        )
         rows.append(row)
-    findings = {name: headline(run) for name, run in runs.items()}
-    answers = [
-        (name, status(runs[name]), *(finding.answer for finding in of_run.values()))
-        for name, of_run in findings.items()
-    ]
-    questions = next(iter(findings.values()))
+        findings = headline(run)
+        answers.append((name, status(run), *(finding.answer for finding in findings.values())))
     tables = (
         table("Scores", columns, rows),
-        table("Summary of each run", ("run", "status", *questions), answers),
+        table("Summary of each run", ("run", "status", *findings), answers),
     )
     says = (
         "The final loss is the mean over the last tenth of the steps; "
@@ -89,32 +87,38 @@ def _results(runs: Mapping[str, RunRecord]) -> Section:
     return Section("results", "Side by side", (says,), tables=tables)
 
 
+def _last(found: Sequence[Any]) -> Any:
+    return found[-1] if found else NOTHING
+
+
 def _curves(runs: Mapping[str, RunRecord]) -> Section:
     charts = []
     for key, title, y_name, unit, log in CURVES:
         series = []
         for place, (name, run) in enumerate(runs.items()):
             curve = run.curves[key]
-            if len(curve):
-                points = (
-                    curve.means(SHOWN_MEANS)
-                    if len(curve) >= LONG
-                    else curve.points(MAX_POINTS // len(runs))
-                )
+            points = curve.points(MAX_POINTS // len(runs))
+            if len(curve) >= LONG:
+                points = curve.means(SHOWN_MEANS)
+            if points:
                 series.append(Series(name, points, colour=place, dash=place % 3))
         if series:
             charts.append(Chart(key, title, series, y_name, y_unit=unit, log=log))
-    says = f"A curve with {LONG} points or more is shown as about {SHOWN_MEANS} means."
-    return Section(
-        "curves", "Curves", (says if charts else "No step of these runs is recorded yet.",), charts
-    )
+    says = "No step of these runs is recorded yet."
+    if charts:
+        says = f"A curve with {LONG} points or more is shown as about {SHOWN_MEANS} means."
+    return Section("curves", "Curves", (says,), charts)
 
 
 def _keys(runs: Mapping[str, RunRecord]) -> Section:
     title = "Configuration differences"
-    keys = sorted({key for run in runs.values() for key in run.config} - {"run.name"})
-    values = {key: [run.config.get(key, "-") for run in runs.values()] for key in keys}
-    rows = [(key, *of_runs) for key, of_runs in values.items() if len(set(of_runs)) > 1]
+    configs = [run.config for run in runs.values()]
+    keys = sorted(set().union(*configs) - {"run.name"})
+    rows = []
+    for key in keys:
+        values = [config.get(key, "-") for config in configs]
+        if len(set(values)) > 1:
+            rows.append((key, *values))
     if not rows:
         return Section("keys", title, ("All keys except run.name are equal.",))
     says = f"{counted(len(rows), 'key')} of {len(keys)} differ (without run.name)."

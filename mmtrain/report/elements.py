@@ -1,5 +1,5 @@
-"""What a page is made of: sections of sentences, charts, tables and questions. The template says
-how they look.
+"""Elements of a page: sections of sentences, charts, tables and questions. The template draws
+them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Chart:
 class Picture:
     """A JPEG as a data URI; without a source `why` says what is wrong with it."""
 
-    source: str | None
+    source: str = ""
     width: int = 0
     height: int = 0
     why: str = ""
@@ -119,28 +119,43 @@ def _rounded(value: Any) -> Any:
         return rounded if math.isfinite(rounded) else None
     if isinstance(value, dict):
         return {name: _rounded(inner) for name, inner in value.items()}
-    return list(map(_rounded, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return list(map(_rounded, value))
+    return value
 
 
 def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
     """Return a curve as it is, a long one faint below its means."""
     points = curve.points()
+    if not points:
+        return []
     if len(points) < LONG:
-        return [Series(name, points, colour=colour)] if points else []
+        return [Series(name, points, colour=colour)]
     means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), colour=colour, derived=True)
     return [Series(name, points, "faint", colour), means]
 
 
 def table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, folded: bool = False
+    caption: str,
+    columns: str | Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    folded: bool = False,
 ) -> Table:
-    """Make a table of at most MAX_ROWS rows; its caption says how many there are."""
-    cells = [
-        [escape(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows
-    ]
+    """Make a table of at most MAX_ROWS rows; its caption says how many there are.
+
+    `columns` are the names, also as one text, `a, b`.
+    """
+    if isinstance(columns, str):
+        columns = columns.split(", ")
+    cells = [list(map(_cell, row)) for row in rows]
     if len(cells) > MAX_ROWS:
         caption += f", the first {MAX_ROWS} of {len(cells):,} rows"
     return Table(caption, columns, cells[:MAX_ROWS], folded)
+
+
+def _cell(value: str | float | None) -> str:
+    return escape(value, MAX_CELL) if isinstance(value, str) else number(value)
 
 
 def percent(share: float | None) -> str:
@@ -154,7 +169,9 @@ def number(value: float | None) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from mmtrain.base.printing import counted, first_few
 from mmtrain.base.progress import clock
 from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number, percent
-from mmtrain.report.records import Evaluation, RunRecord
+from mmtrain.report.records import Record, RunRecord
 
 SHOWN = 4  # names in a sentence
+NO_PLAN = "plan.json is missing or not readable."
 NORMAL_95 = 1.959964  # standard deviations on each side hold 95% of a normal distribution
 MIN_LOSS_DIFFERENCE = 0.02  # relative; counts where exact answers do not tell
 FEW_EXACT = 0.05  # below this share exact answers say nothing: answers are long
@@ -42,16 +43,18 @@ def models(run: RunRecord) -> str:
     """Return `encoder → projector → LLM`."""
     if run.plan is None:
         return run.config.get("model.llm.path", "")
-    begins = "text" if run.plan.vision is None else f"{run.plan.vision} → projector"
-    return f"{begins} → {run.plan.llm}"
+    if run.plan.vision is None:
+        return f"text → {run.plan.llm}"
+    return f"{run.plan.vision} → projector → {run.plan.llm}"
 
 
 def data_source(run: RunRecord) -> str:
     """Name the training data as the configuration does."""
-    sources = (run.config.get(key, "null") for key in ("data.shards", "data.sets"))
-    return next(
-        (source for source in sources if source != "null"), "data that config.yaml does not name"
-    )
+    for key in ("data.shards", "data.sets"):
+        source = run.config.get(key, "null")
+        if source != "null":
+            return source
+    return "data that config.yaml does not name"
 
 
 def audit_sentence(run: RunRecord) -> str:
@@ -63,7 +66,7 @@ def audit_sentence(run: RunRecord) -> str:
     if not run.audit.passed:
         why = first_few(run.audit.failures, SHOWN) or "audit.json does not say why"
         return f"The audit failed: {why}."
-    ranks = counted(len(run.audit.ranks), "rank")
+    ranks = counted(run.audit.ranks, "rank")
     return f"The audit passed on {ranks}: {run.audit.result}."
 
 
@@ -73,9 +76,7 @@ def _moment(seconds: float) -> str:
 
 def _trained(run: RunRecord) -> Finding:
     if run.plan is None:
-        return Finding(
-            run.config.get("model.trainable", "unknown"), "plan.json is missing or not readable."
-        )
+        return Finding(run.config.get("model.trainable", "unknown"), NO_PLAN)
     parameters = sum(rank.trainable for rank in run.plan.ranks if rank.data == 0)
     answer = f"{first_few(run.plan.trainable, SHOWN)}: {counted(parameters, 'parameter')}"
     return Finding(answer, f"{models(run)}; everything else is frozen. {audit_sentence(run)}")
@@ -85,24 +86,26 @@ def _data(run: RunRecord) -> Finding:
     totals = run.totals
     if not run.steps:
         return Finding(data_source(run), NOT_YET)
-    part = "cell" if run.config.get("model.vision.layout") == "native" else "tile"
-    tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], part)}"
-    return Finding(
-        counted(totals["samples"], "sample"),
-        f"from {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, "
-        f"{counted(totals['tokens'], 'token')} "
-        f"({totals['supervised_tokens']:,} supervised), in {counted(run.steps, 'step')}.",
+    images = counted(totals["images"], "image")
+    if totals["tiles"] != totals["images"]:
+        part = "cell" if run.config.get("model.vision.layout") == "native" else "tile"
+        images += f" in {counted(totals['tiles'], part)}"
+    text = (
+        f"from {data_source(run)}: {images}, {counted(totals['tokens'], 'token')} "
+        f"({totals['supervised_tokens']:,} supervised), in {counted(run.steps, 'step')}."
     )
+    return Finding(counted(totals["samples"], "sample"), text)
 
 
 def _took(run: RunRecord) -> Finding:
     speed = run.curves["tokens_per_second"].means(1)
     if not speed or run.begun is None:
         return Finding("unknown", NOT_YET)
-    device = "" if run.begin is None else f" on {run.begin.device}"
+    ranks = counted(len(run.peaks), "rank")
+    if run.begin is not None:
+        ranks += f" on {run.begin.device}"
     text = (
-        f"{clock(run.seconds)} for steps and evaluations. "
-        f"{counted(len(run.peaks), 'rank')}{device}; "
+        f"{clock(run.seconds)} for steps and evaluations. {ranks}; "
         f"{number(speed[0].y)} tokens a second in training. Started {_moment(run.begun)}."
     )
     return Finding(f"{clock(run.elapsed)} from start to end", text)
@@ -116,18 +119,18 @@ def _worked(run: RunRecord) -> Finding:
         return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
         f"On {counted(last.samples, 'held-out sample')}, from step {first.step:,} to step "
-        f"{last.step:,}: "
-        f"{_scores(first)} → {_scores(last)}."
+        f"{last.step:,}: {_scores(first)} → {_scores(last)}."
     )
     better, by_loss = _compare(last, first)
-    if better > 0:
-        answer = "lower loss" if by_loss else "better"
-        return Finding(
-            f"{answer} on held-out samples", text, "mixed" if _few(first, last) else "good"
-        )
+    lower, higher = ("lower loss", "higher loss") if by_loss else ("better", "worse")
+    answer, tone = "no clear change", "mixed"
     if better < 0:
-        return Finding(f"{'higher loss' if by_loss else 'worse'} on held-out samples", text, "bad")
-    return Finding("no clear change on held-out samples", text, "mixed")
+        answer, tone = higher, "bad"
+    elif better > 0:
+        answer = lower
+        if not _few(first, last):
+            tone = "good"
+    return Finding(f"{answer} on held-out samples", text, tone)
 
 
 def _worked_in_training(run: RunRecord) -> Finding:
@@ -135,12 +138,9 @@ def _worked_in_training(run: RunRecord) -> Finding:
     if len(ends) < 2:
         return Finding("unknown", NOT_EVALUATED)
     first, last = ends[0].y, ends[-1].y
-    answer = f"training loss {'fell' if last < first else 'rose'}"
-    return Finding(
-        answer,
-        f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}",
-        "mixed",
-    )
+    went = "fell" if last < first else "rose"
+    text = f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}"
+    return Finding(f"training loss {went}", text, "mixed")
 
 
 def _looked(run: RunRecord) -> Finding:
@@ -148,38 +148,36 @@ def _looked(run: RunRecord) -> Finding:
     if run.plan is not None and run.plan.vision is None:
         return Finding("no images", "The run trains on text alone.")
     if control is None or not run.evaluations:
-        why = (
+        text = (
             "eval.permuted_control=true, with eval.shards or eval.fraction, evaluates with "
-            "shuffled images "
+            "shuffled images at the end of a run."
         )
-        return Finding("unknown", f"{why}at the end of a run.")
+        return Finding("unknown", text)
     last = run.evaluations[-1]
     text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if gain := _gain(last, control):
-        added, least, most = (100 * share for share in gain)
+        added, least, most = gain
         text += (
-            f" The right images add {added:.1f} points (95% interval {least:.1f} to {most:.1f})."
+            f" The right images add {100 * added:.1f} points "
+            f"(95% interval {100 * least:.1f} to {100 * most:.1f})."
         )
     if (kept := control.samples - control.permuted_samples) > 0:
-        text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images."
+        their = "its" if kept == 1 else "their"
+        text += f" {counted(kept, 'sample')} kept {their} own images."
     better, by_loss = _compare(last, control)
     if better > 0:
-        why = (
-            "by the loss: it is higher with wrong images"
-            if by_loss
-            else "with wrong images it does worse"
-        )
+        why = "by the loss: it is higher with wrong images"
+        if not by_loss:
+            why = "with wrong images it does worse"
         return Finding(f"yes, {why}", text, "good")
     if _few(last, control):
         return Finding("too few exact answers to tell", text, "mixed")
-    return Finding(
-        "no sign of it", f"{text} The model answers equally well without the right images.", "bad"
-    )
+    text += " The model answers equally well without the right images."
+    return Finding("no sign of it", text, "bad")
 
 
-def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] | None:
-    """Return by how much `first` has the larger share of exact answers, and that difference's 95%
-    interval.
+def _gain(first: Record, second: Record) -> tuple[float, float, float] | None:
+    """Return the share of exact answers of `first` less that of `second`, with its 95% interval.
 
     By Newcombe's method 10, from Wilson's intervals of the shares: R. G. Newcombe, Statistics in
     Medicine 17 (1998), 873-890. It takes the answers for independent. None where there are none.
@@ -188,33 +186,33 @@ def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] |
     for scores in (first, second):
         if scores.exact_match is None or not scores.answers:
             return None
-        share, part = scores.exact_match, NORMAL_95**2 / scores.answers
-        middle, half = share + part / 2, math.sqrt(part * (share * (1 - share) + part / 4))
-        intervals.append(
-            (share, share - (middle - half) / (1 + part), (middle + half) / (1 + part) - share)
-        )
+        share = scores.exact_match
+        part = NORMAL_95**2 / scores.answers
+        middle = share + part / 2
+        half = math.sqrt(part * (share * (1 - share) + part / 4))
+        down = share - (middle - half) / (1 + part)
+        up = (middle + half) / (1 + part) - share
+        intervals.append((share, down, up))
     (share, down, up), (other, other_down, other_up) = intervals
-    difference = share - other
-    return (
-        difference,
-        difference - math.hypot(down, other_up),
-        difference + math.hypot(up, other_down),
-    )
+    added = share - other
+    return added, added - math.hypot(down, other_up), added + math.hypot(up, other_down)
 
 
-def _scores(scores: Evaluation) -> str:
-    exact = "" if scores.exact_match is None else f"exact match {percent(scores.exact_match)}, "
-    return f"{exact}loss {number(scores.loss)}"
+def _scores(scores: Record) -> str:
+    loss = f"loss {number(scores.loss)}"
+    if scores.exact_match is None:
+        return loss
+    return f"exact match {percent(scores.exact_match)}, {loss}"
 
 
-def _few(first: Evaluation, second: Evaluation) -> bool:
+def _few(first: Record, second: Record) -> bool:
     """Whether too few answers are exact to say anything."""
     return max(first.exact_match or 0.0, second.exact_match or 0.0) < FEW_EXACT
 
 
-def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
-    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear; and whether the
-    loss decides.
+def _compare(first: Record, second: Record) -> tuple[float, bool]:
+    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear, and whether
+    the loss decides.
     """
     if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
         return gain[0], False
@@ -222,22 +220,25 @@ def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
         return 0, True
     difference = second.loss - first.loss
     is_clear = abs(difference) > MIN_LOSS_DIFFERENCE * max(abs(first.loss), abs(second.loss))
-    return (difference if is_clear and math.isfinite(difference) else 0), True
+    if not is_clear or not math.isfinite(difference):
+        difference = 0
+    return difference, True
 
 
 def _wrong(run: RunRecord) -> Finding:
     counts = run.counts
     failed = run.audit is not None and not run.audit.passed
-    bad_steps, unsaved = counts["no update"] + counts["bad step"], counts["checkpoint failed"]
-    events = {
-        "the audit failed": failed,
-        counted(bad_steps, "step without an update", "steps without an update"): bad_steps,
-        counted(run.reasons.total(), "quarantined sample"): run.reasons.total(),
-        counted(unsaved, "failed checkpoint"): unsaved,
-        counted(counts["resume"], "resume"): counts["resume"],
-        f"{counted(run.discarded.total(), 'step')} repeated": run.discarded.total(),
-    }
-    happened = [what for what, count in events.items() if count]
+    happened = ["the audit failed"] if failed else []
+    if bad := counts["no update"] + counts["bad step"]:
+        happened.append(counted(bad, "step without an update", "steps without an update"))
+    if run.reasons:
+        happened.append(counted(run.reasons.total(), "quarantined sample"))
+    if unsaved := counts["checkpoint failed"]:
+        happened.append(counted(unsaved, "failed checkpoint"))
+    if resumes := counts["resume"]:
+        happened.append(counted(resumes, "resume"))
+    if run.discarded:
+        happened.append(f"{counted(run.discarded.total(), 'step')} repeated")
     if not happened and not run.problems:
         return Finding("nothing recorded", "No bad step, no quarantined sample, no resume.", "good")
     texts = []
@@ -246,7 +247,6 @@ def _wrong(run: RunRecord) -> Finding:
         texts.append(f"Quarantined because of: {reasons}.")
     if run.problems:
         texts.append(f"Unreadable records: {'; '.join(run.problems)}.")
-    answer = listed(happened) if happened else "unreadable records"
-    return Finding(
-        answer, " ".join([*texts, "See “Faults and resumes”."]), "bad" if failed else "mixed"
-    )
+    texts.append("See “Faults and resumes”.")
+    answer = listed(happened or ["unreadable records"])
+    return Finding(answer, " ".join(texts), "bad" if failed else "mixed")

@@ -4,8 +4,8 @@ metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl
 config.yaml, plan.json, audit.json -------------------------------------------------> RunRecord
 
 A line without the fields below is left out and counted. All text passes `shown`, which makes it
-safe to show. Memory grows by 16 bytes a value of a curve; lists keep their first entries and the
-number of all.
+safe to show; numbers have bounds. Memory grows by 16 bytes a value of a curve; lists keep their
+first entries and the number of all.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ import json
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
-
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
 from mmtrain.base.printing import disclosed, escape, first_few
-from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
+from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.checkpoint import run_folder as files
 from mmtrain.config.strict_yaml import read_yaml
 
 LISTED = 50  # entries kept of each list
 MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
-MAX_RANKS = 4096
+MAX_ENTRIES = 50_000  # of a list in a record
 MAX_POINTS = 2000  # of a curve in a chart
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
-T = TypeVar("T")
-Times = defaultdict[str, defaultdict[int, float]]  # kind of time -> rank -> seconds
+WRONG = (ValueError, TypeError, AttributeError, KeyError)  # raised by readers of values
+Record = SimpleNamespace  # an object of a file, with those of its fields that are shown
+Reader = Callable[[Any], Any]  # checks a JSON value and makes it safe; raises one of WRONG
+
+
+# ---- readers of values
 
 
 def shown(text: str) -> str:
@@ -45,185 +49,155 @@ def shown(text: str) -> str:
     return escape(disclosed(text), MAX_CHARACTERS)
 
 
-Text = Annotated[str, AfterValidator(shown)]
-Number = float  # "nan" and "inf" in the file are numbers, too: a bad step has them
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Measure = Annotated[float, Field(ge=0, le=1e30)]  # seconds, bytes
-PerRank = Annotated[list[Measure], Field(max_length=MAX_RANKS)]
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return shown(value)
 
 
-class _Metric(BaseModel):
-    step: Count
-    time: Annotated[float, Field(ge=0, le=1e11)]  # Unix seconds
+def _within(most: float, value: Any) -> Any:
+    if not 0 <= value <= most:
+        raise ValueError(value)
+    return value
 
 
-class Train(_Metric):
-    """One step, counted from 0."""
-
-    kind: Literal["train"]
-    loss: Number | None
-    grad_norm: Number
-    lr: Number
-    lr_groups: dict[Text, Number] = {}  # only with optimizer.groups
-    samples: Count
-    images: Count
-    tiles: Count
-    tokens: Count
-    supervised_tokens: Count
-    quarantined: Count
-    no_update: Text | None
-    seconds: Measure
-    tokens_per_second: Number
-    idle_fraction: PerRank
-    compute_seconds: PerRank
-    communication_seconds: PerRank
-    data_seconds: PerRank
-    fetching_seconds: PerRank
-    peak_memory_bytes: PerRank
-    model_flops_utilization: Number | None
+def _score(value: Any) -> tuple[float, float | None]:
+    score, error = value
+    return float(score), _read("number?", error)
 
 
-class Evaluation(_Metric):
-    """Scores on held-out samples after `step` updates; `eval_permuted` is the control."""
-
-    kind: Literal["eval", "eval_permuted"]
-    loss: Number | None
-    token_accuracy: Share | None
-    exact_match: Share | None
-    answers: Count
-    samples: Count
-    seconds: Measure
-    permuted_samples: Count = 0  # only of the control
+def _kind(value: Any) -> Any:
+    return isinstance(value, dict) and value.get("kind")
 
 
-class Begin(_Metric):
-    kind: Literal["begin"]
-    device: Text
-    versions: dict[Text, Text]
+TYPES: dict[str, Reader] = {
+    "count": partial(_within, 2**53),
+    "flag": bool,
+    "kind": _kind,  # of a whole record
+    "length": len,
+    "measure": partial(_within, LARGEST),  # seconds, bytes
+    "number": float,  # reads the "nan" and "inf" of a bad step, too
+    "score": _score,  # with its standard error
+    "share": partial(_within, 1),
+    "text": _text,
+    "unix": partial(_within, 1e11),  # seconds since 1970
+}
 
 
-class Epoch(_Metric):
-    kind: Literal["epoch"]
-    step: Count = 0  # is not recorded
-    epoch: Count
-    complete: bool
-    packs: Count
-    read: Count
-    trained: Count
-    quarantined: Count
-    overlong: Count
+def _read(kind: str, value: Any) -> Any:
+    """Read a value of TYPES: `count`, `count?` or null, `count[]` in a list, `count{}` by name."""
+    if kind.endswith("?"):
+        return None if value is None else _read(kind[:-1], value)
+    inner = kind[:-2]
+    if kind.endswith("{}"):
+        return {shown(name): _read(inner, part) for name, part in value.items()}
+    if kind.endswith("[]"):
+        if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+            raise ValueError(value)
+        return [_read(inner, part) for part in value]
+    return TYPES[kind](value)
 
 
-class Other(_Metric):
-    """A record that is an event, or is not shown."""
+def _record(*typed: str) -> Reader:
+    """Return a reader of objects; `typed` are types, each with the names of its fields.
 
-    kind: Literal["resume", "end", "checkpoint_failed", "attention", "checkpoint"]
-    error: Text = ""  # only of a failed checkpoint
-
-
-Metric = Annotated[Train | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
-
-
-class Quarantined(BaseModel):
-    """A sample that could not be used; without a step it was left out from the start."""
-
-    step: Count | None
-    key: Text
-    shard: Text
-    reason: Text
-    detail: Text
-
-
-class BadStep(BaseModel):
-    """A step without an update, because of NaN or infinity."""
-
-    step: Count
-    ranks: list[Count]
-    parameters: list[Text]
-
-
-class Discarded(BaseModel):
-    """A record behind the checkpoint that the run went back to."""
-
-    back_to_step: Count
-    record: Annotated[Train | Any, Field(union_mode="left_to_right")]
-
-
-class Answer(BaseModel):
-    """A held-out question that the model answered after `step` updates; `pictures` are checked when
-    they are read.
+    Its ValueError names a field that is missing or wrong.
     """
+    fields = {name: kind for kind, *names in map(str.split, typed) for name in names}
 
-    step: Count
-    key: Text
-    question: Text
-    given: Text
-    truth: Text
-    right: bool
-    pictures: Annotated[list[str], Field(max_length=64)]
+    def read(value: Any) -> Record:
+        known = OLDER | value
+        record = Record()
+        for name, kind in fields.items():
+            try:
+                setattr(record, name, _read(kind, known.get(name)))
+            except WRONG as error:
+                raise ValueError(f"field {name}") from error
+        return record
 
-
-class Benchmark(BaseModel):
-    """What `mmtrain benchmark` measured of the model after `step` updates: (value, standard error)
-    of each metric.
-    """
-
-    step: Count
-    task: Text
-    limit: Count | None
-    answers: Count | None
-    scores: Annotated[dict[Text, tuple[Number, Number | None]], Field(max_length=1000)]
-    versions: dict[Text, Text]
+    return read
 
 
-class Stage(BaseModel):
-    encoder: tuple[Count, Count] | None
-    layers: list[Text]
+# ---- fields of the records
+
+# values of fields that only some records of a kind have, or that older versions did not write
+OLDER = {
+    "error": "",
+    "lr_groups": {},
+    "permuted_samples": 0,
+    "result": "frozen weights unchanged on all ranks",
+}
+STEP = "count step", "unix time", "text kind"
+# scores on held-out samples after `step` updates
+EVALUATION = _record(
+    *STEP,
+    "number? loss",
+    "share? token_accuracy exact_match",
+    "count answers samples permuted_samples",
+    "measure seconds",
+)
+EVENT = _record(*STEP, "text error")
+METRICS = {
+    # one step, counted from 0
+    "train": _record(
+        *STEP,
+        "number grad_norm lr tokens_per_second",
+        "number? loss model_flops_utilization",
+        "count samples images tiles tokens supervised_tokens quarantined",
+        "text? no_update",
+        "measure seconds",
+        "measure[] compute_seconds communication_seconds data_seconds fetching_seconds",
+        "measure[] idle_fraction peak_memory_bytes",
+        "number{} lr_groups",  # only with optimizer.groups
+    ),
+    "eval": EVALUATION,
+    "eval_permuted": EVALUATION,  # the control
+    "begin": _record(*STEP, "text device", "text{} versions"),
+    "epoch": _record(*STEP, "count epoch packs read trained quarantined overlong", "flag complete"),
+    **dict.fromkeys(("resume", "end", "checkpoint_failed"), EVENT),
+    **dict.fromkeys(("checkpoint", "attention"), _record(*STEP)),  # are not shown
+}
+# a sample that could not be used; without a step it was left out from the start
+QUARANTINED = _record("count? step", "text key shard reason detail")
+# a step without an update, because of NaN or infinity
+BAD_STEP = _record("count step", "count[] ranks", "text[] parameters")
+# a record behind the checkpoint that the run went back to
+DISCARDED = _record("count back_to_step", "kind record")
+# a held-out question that the model answered after `step` updates
+ANSWER = _record("count step", "text key question given truth", "flag right", "text[] pictures")
+# scores by `mmtrain benchmark` after `step` updates: of each metric (value, standard error)
+BENCHMARK = _record(
+    "count step", "text task", "count? limit answers", "score{} scores", "text{} versions"
+)
+TYPES["stage"] = _record("text[] layers", "count[]? encoder")
+# a process, as planned; bytes are those of its fullest moment
+TYPES["rank"] = _record(
+    "count rank data trainable total_bytes",
+    "count weight_bytes optimizer_bytes activation_bytes workspace_bytes",
+    "stage[] stages",
+    "text optimizer reason",
+    "share idle_share",
+)
+# who holds, trains and runs what
+PLAN = _record(
+    "text llm",
+    "text? vision",
+    "text[] trainable",
+    "count pipeline data microbatches_per_step packs_per_microbatch pack_length",
+    "count? memory_limit_bytes",
+    "measure? step_seconds",
+    "share idle_share",
+    "rank[] ranks",
+)
+# the proof that what should train did, and nothing else; `ranks` is their number
+AUDIT = _record("flag passed", "text[] failures", "text result", "length ranks")
 
 
-class RankPlan(BaseModel):
-    """A process, as planned; bytes are those of its fullest moment."""
-
-    rank: Count
-    data: Count
-    stages: list[Stage]
-    trainable: Count
-    optimizer: Text
-    reason: Text
-    weight_bytes: Count
-    optimizer_bytes: Count
-    activation_bytes: Count
-    workspace_bytes: Count
-    total_bytes: Count
-    idle_share: Share
+def _metric(value: Any) -> Record:
+    return METRICS[value["kind"]](value)
 
 
-class Plan(BaseModel):
-    """plan.json: who holds, trains and runs what."""
-
-    llm: Text
-    vision: Text | None
-    trainable: list[Text]
-    pipeline: Count
-    data: Count
-    microbatches_per_step: Count
-    packs_per_microbatch: Count
-    pack_length: Count
-    memory_limit_bytes: Count | None
-    step_seconds: Measure | None
-    idle_share: Share
-    ranks: Annotated[list[RankPlan], Field(min_length=1, max_length=MAX_RANKS)]
-
-
-class Audit(BaseModel):
-    """audit.json: the proof that what should train did, and nothing else."""
-
-    passed: bool
-    failures: list[Text]
-    # runs of older versions do not say what moved
-    result: Text = "frozen weights unchanged on all ranks"
-    ranks: list[Any]
+# ---- what a folder's files are read into
 
 
 class Point(NamedTuple):
@@ -262,15 +236,12 @@ class Curve:
         """Return the mean of each of `count` stretches, at its middle; fewer where there are fewer
         points.
         """
-        return [
-            Point(
-                *(
-                    sum(axis[stretch.start : stretch.stop]) / len(stretch)
-                    for axis in (self._x, self._y)
-                )
-            )
-            for stretch in self._stretches(count)
-        ]
+        points = []
+        for stretch in self._stretches(count):
+            places = slice(stretch.start, stretch.stop)
+            x, y = sum(self._x[places]), sum(self._y[places])
+            points.append(Point(x / len(stretch), y / len(stretch)))
+        return points
 
     def _stretches(self, count: int) -> Iterator[range]:
         """Split the places of all points into `count` ranges of nearly equal length, none of them
@@ -292,45 +263,42 @@ class Event:
     text: str = ""
 
 
-@dataclass
 class RunRecord:
-    """What a run's folder records; what it lacks is None or empty."""
+    """The records of a run's folder; a missing one is None or empty."""
 
-    name: str
-    folder: Path
-    config: dict[str, str] = field(default_factory=dict)  # dotted key -> value as text
-    plan: Plan | None = None
-    audit: Audit | None = None
-    begin: Begin | None = None  # of the latest process
-    final_step: int | None = None
-    steps: int = 0  # recorded
-    steps_done: int = 0  # updates after which the records end
-    # over steps
-    curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
-    # of optimizer.groups
-    rates: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
-    evaluations: list[Evaluation] = field(default_factory=list)
-    control: Evaluation | None = None
-    times: Times = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    timed_steps: int = 0  # all but the first of each process, which pays for warm-up
-    peaks: dict[int, float] = field(default_factory=dict)  # bytes of memory, by rank
-    seconds: float = 0.0  # of steps and evaluations
-    # samples, images, tiles, tokens, quarantined, ...
-    totals: Counter[str] = field(default_factory=Counter)
-    epochs: list[Epoch] = field(default_factory=list)
-    quarantined: list[Quarantined] = field(default_factory=list)  # the first ones
-    reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
-    # steps made twice, by the step gone back to
-    discarded: Counter[int] = field(default_factory=Counter)
-    begun: float | None = None  # Unix seconds of the first record
-    elapsed: float = 0.0  # seconds from the begin to the last record
-    events: list[Event] = field(default_factory=list)  # the first ones of each kind
-    counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
-    # any, before, after
-    questions: list[tuple[Answer, Answer | None, Answer | None]] = field(default_factory=list)
-    # the last ones of each task, step and limit
-    benchmarks: list[Benchmark] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # with the files
+    def __init__(self, folder: Path) -> None:
+        self.name = escape(folder.resolve().name)
+        self.folder = folder
+        self.config: dict[str, str] = {}  # dotted key -> value as text
+        self.plan: Record | None = None
+        self.audit: Record | None = None
+        self.begin: Record | None = None  # of the latest process
+        self.final_step: int | None = None
+        self.steps = 0  # recorded
+        self.steps_done = 0  # updates after which the records end
+        # over steps
+        self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.rates: dict[str, Curve] = defaultdict(Curve)  # of optimizer.groups
+        self.evaluations: list[Record] = []
+        self.control: Record | None = None
+        # kind of time -> rank -> seconds
+        self.times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self.timed_steps = 0  # all but the first of each process, which pays for warm-up
+        self.peaks: dict[int, float] = {}  # bytes of memory, by rank
+        self.seconds = 0.0  # of steps and evaluations
+        self.totals: Counter[str] = Counter()  # samples, images, tiles, tokens, quarantined, ...
+        self.epochs: list[Record] = []
+        self.quarantined: list[Record] = []  # the first ones
+        self.reasons: Counter[str] = Counter()  # of quarantine
+        self.discarded: Counter[int] = Counter()  # steps made twice, by the step gone back to
+        self.begun: float | None = None  # Unix seconds of the first record
+        self.elapsed = 0.0  # seconds from the begin to the last record
+        self.events: list[Event] = []  # the first ones of each kind
+        self.counts: Counter[str] = Counter()  # of all events, by kind
+        # any, before, after
+        self.questions: list[tuple[Record, Record | None, Record | None]] = []
+        self.benchmarks: list[Record] = []  # the last ones of each task, step and limit
+        self.problems: list[str] = []  # with the files
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -342,20 +310,19 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} has no {files.CONFIG}, so it is not a run. "
             "Give the folder run.dir/run.name of a run."
         )
-    run = RunRecord(escape(folder.resolve().name), folder)
+    run = RunRecord(folder)
     try:
         run.config = dict(_flat("", disclosed(read_yaml(inside(folder, files.CONFIG)))))
     except UserError as error:
         run.problems.append(shown(str(error)))
-    run.plan = _read_json(run, files.PLAN, Plan)
-    run.audit = _read_json(run, files.AUDIT, Audit)
+    run.plan = _read_json(run, files.PLAN, PLAN)
+    run.audit = _read_json(run, files.AUDIT, AUDIT)
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
-    scored = {
-        (record.task, record.step, record.limit): record
-        for record in _read_lines(run, files.BENCHMARKS, Benchmark)
-    }
+    scored = {}
+    for record in _read_lines(run, files.BENCHMARKS, BENCHMARK):
+        scored[record.task, record.step, record.limit] = record
     run.benchmarks = list(scored.values())
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
@@ -388,82 +355,74 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         yield escape(prefix), escape(text, MAX_CHARACTERS)
 
 
-def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
+def _read_json(run: RunRecord, name: str, read: Reader) -> Record | None:
     try:
         file = inside(run.folder, name)
-        return TypeAdapter(kind).validate_json(
-            read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")
-        )
+        return read(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
     except FileNotFoundError:
         return None
     except UserError as error:
         run.problems.append(shown(str(error)))
-    except ValidationError as error:
-        run.problems.append(f"{name} has wrong content: {_first_problem(error)}")
+    except WRONG as error:
+        run.problems.append(shown(f"{name} has wrong content: {error}"))
     return None
 
 
-def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
+def _read_lines(run: RunRecord, name: str, read: Reader) -> Iterator[Record]:
     """Yield the valid records of a file, if there is one; `problems` says how many others are left
     out.
     """
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
     left_out, first = 0, ""
     try:
         with open_file(inside(run.folder, name)) as stream:
             for line in whole_lines(stream):
                 try:
-                    yield adapter.validate_json(line)
-                except ValidationError as error:
+                    record = read(parse_json(line))
+                except WRONG as error:
                     left_out += 1
-                    first = first or _first_problem(error)
+                    first = first or shown(str(error))
+                else:
+                    yield record
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
-        run.problems.append(
-            shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
-        )
+        reason = getattr(error, "strerror", None) or error
+        run.problems.append(shown(f"{name} cannot be read: {reason}"))
     if left_out:
         run.problems.append(
             f"{name}: {left_out:,} line(s) left out, since they are not valid records ({first})"
         )
 
 
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(map(str, problem["loc"]))
-    return shown(f"{where}: {problem['msg']}" if where else problem["msg"])
-
-
 def _read_metrics(run: RunRecord) -> None:
     is_first_step = True
-    for record in _read_lines(run, files.METRICS, Metric):
+    for record in _read_lines(run, files.METRICS, _metric):
+        kind = record.kind
         if run.begun is None:
             run.begun = record.time
         now = max(0.0, record.time - run.begun)
         run.elapsed = max(run.elapsed, now)
-        match record:
-            case Train():
-                _add_step(run, record, now)
-                if not is_first_step:
-                    _add_times(run, record)
-                is_first_step = False
-            case Evaluation():
-                _add_evaluation(run, record)
-            case Epoch():
-                run.epochs.append(record)
-            case Begin():
-                is_first_step, run.begin = True, record
-                if not record.step:
-                    _add_event(run, Event("begin", 0, now))
-            case Other(kind="resume" | "end" | "checkpoint_failed"):
-                _add_event(
-                    run, Event(record.kind.replace("_", " "), record.step, now, record.error)
-                )
-                run.final_step = record.step if record.kind == "end" else run.final_step
+        if kind == "train":
+            _add_step(run, record, now)
+            if not is_first_step:
+                _add_times(run, record)
+            is_first_step = False
+        elif kind == "begin":
+            is_first_step = True
+            run.begin = record
+            if not record.step:
+                _add_event(run, Event(kind, 0, now))
+        elif kind == "epoch":
+            run.epochs.append(record)
+        elif METRICS[kind] is EVALUATION:
+            _add_evaluation(run, record)
+        elif METRICS[kind] is EVENT:
+            _add_event(run, Event(kind.replace("_", " "), record.step, now, record.error))
+            if kind == "end":
+                run.final_step = record.step
 
 
-def _add_step(run: RunRecord, record: Train, now: float) -> None:
+def _add_step(run: RunRecord, record: Record, now: float) -> None:
     run.steps += 1
     run.steps_done = done = record.step + 1
     run.seconds += record.seconds
@@ -481,19 +440,19 @@ def _add_step(run: RunRecord, record: Train, now: float) -> None:
         run.peaks[rank] = max(peak, run.peaks.get(rank, 0.0))
 
 
-def _add_times(run: RunRecord, record: Train) -> None:
+def _add_times(run: RunRecord, record: Record) -> None:
     run.timed_steps += 1
     seconds = {"compute": record.compute_seconds, "communication": record.communication_seconds}
     seconds |= {"data": record.data_seconds, "fetching": record.fetching_seconds}
-    for rank, (idle, *busy) in enumerate(
-        zip(record.idle_fraction, *seconds.values(), strict=False)
-    ):
+    by_rank = zip(record.idle_fraction, *seconds.values(), strict=False)
+    for rank, (idle, *busy) in enumerate(by_rank):
         for kind, spent in zip(seconds, busy, strict=True):
             run.times[kind][rank] += spent
-        run.times["idle"][rank] += sum(busy) * idle / (1 - idle) if idle < 1 else 0.0
+        if idle < 1:
+            run.times["idle"][rank] += sum(busy) * idle / (1 - idle)
 
 
-def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
+def _add_evaluation(run: RunRecord, record: Record) -> None:
     run.seconds += record.seconds
     if record.kind == "eval_permuted":
         run.control = record
@@ -504,35 +463,34 @@ def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
 
 
 def _read_faults(run: RunRecord) -> None:
-    for sample in _read_lines(run, files.QUARANTINE, Quarantined):
+    for sample in _read_lines(run, files.QUARANTINE, QUARANTINED):
         if len(run.quarantined) < LISTED:
             run.quarantined.append(sample)
         run.reasons[sample.reason] += 1
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
-    for bad in _read_lines(run, files.BAD_STEPS, BadStep):
-        where = (
-            f"rank {first_few(list(map(str, bad.ranks)), 4)}, "
-            f"{first_few(bad.parameters, 3) or 'no gradient'}"
-        )
+    for bad in _read_lines(run, files.BAD_STEPS, BAD_STEP):
+        ranks = first_few(list(map(str, bad.ranks)), 4)
+        where = f"rank {ranks}, {first_few(bad.parameters, 3) or 'no gradient'}"
         text = f"NaN or infinity on {where}; {files.BAD_STEPS} lists its samples"
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text
         elif bad.step >= run.steps_done:
             _add_event(run, Event("bad step", bad.step + 1, None, f"this ended the run: {text}"))
-    for lost in _read_lines(run, files.DISCARDED, Discarded):
-        if isinstance(lost.record, Train):
+    for lost in _read_lines(run, files.DISCARDED, DISCARDED):
+        if lost.record == "train":
             run.discarded[lost.back_to_step] += 1
 
 
 def _read_answers(run: RunRecord) -> None:
-    questions: dict[tuple[str, str], tuple[Answer, Answer]] = {}
-    for answer in _read_lines(run, files.ANSWERS, Answer):
+    questions: dict[tuple[str, str], tuple[Record, Record]] = {}
+    for answer in _read_lines(run, files.ANSWERS, ANSWER):
         question = answer.key, answer.question
         if question in questions or len(questions) < MAX_QUESTIONS:
             first, _ = questions.get(question, (answer, answer))
             questions[question] = first, answer
     for first, last in questions.values():
-        run.questions.append((last, None if first.step else first, last if last.step else None))
+        before = None if first.step else first
+        run.questions.append((last, before, last if last.step else None))
 
 
 def _add_event(run: RunRecord, event: Event) -> None:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from mmtrain.base.durable import write_whole
-from mmtrain.base.errors import UserError
-from mmtrain.base.shared_memory import IS_FULL
+from mmtrain.base.errors import SHARED_MEMORY_IS_FULL, UserError
 from mmtrain.runtime.job import Job
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -46,7 +45,7 @@ NCCL_LACKS_ROOM = re.compile(r"Error.*/dev/shm/nccl-.*")  # NCCL's src/os/linux.
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 WHY_KILLED = {  # by signal
     signal.SIGKILL: "if nobody killed it, the machine ran out of memory: see dmesg",
-    signal.SIGBUS: IS_FULL,
+    signal.SIGBUS: SHARED_MEMORY_IS_FULL,
 }
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21
 # ProcessGroupNCCL.cpp] ...", with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
@@ -71,7 +70,8 @@ class RankProgress:
 
     def at(self, step: int, work: object) -> None:
         """Record that this rank now does `work`, an instruction or words, in step `step`."""
-        self.step, self.work = step, str(work)
+        self.step = step
+        self.work = str(work)
         self._FORMAT.pack_into(self._memory, 0, step, self.work.encode()[:200])
 
     @classmethod
@@ -120,7 +120,8 @@ class ErrorRecord:
         """Return the line for the user; a UserError speaks for itself."""
         if self.kind == "user":
             return self.cause
-        rank, place = _name(job, self.rank), _at(self.step, self.work)
+        rank = _name(job, self.rank)
+        place = _at(self.step, self.work)
         if self.kind == "peer":
             return f"{rank} lost its connection to another rank {place}: {self.cause}"
         where = f" ({self.where})" if self.where else ""
@@ -146,10 +147,25 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
     timed_out = _ended_by_watchdog(job.log, log_begins)
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):
         if exit_codes[rank] != -signal.SIGABRT or rank not in timed_out:
-            ended = last_seen(job, records, rank, _end(exit_codes[rank]))
-            return Failure(1, f"{ended}\nlog: {job.log}")
+            code = exit_codes[rank]
+            end = f"ended with exit code {code}"
+            if code < 0:
+                end = f"was killed by {signal.Signals(-code).name}"
+            if -code in WHY_KILLED:
+                end += f" ({WHY_KILLED[-code]})"
+            return Failure(1, f"{last_seen(job, records, rank, end)}\nlog: {job.log}")
         step, work = RankProgress.read(records / f"progress-{rank}")
-        errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
+        errors.append(
+            ErrorRecord(
+                rank,
+                step,
+                work,
+                "peer",
+                timed_out[rank],
+                "",
+                time.time(),
+            )
+        )
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
         return Failure(2, first.cause)
@@ -185,16 +201,9 @@ def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
     return {int(rank): text.decode(errors="replace") for rank, text in WATCHDOG.findall(written)}
 
 
-def _end(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    killed = f"was killed by {signal.Signals(-exit_code).name}"
-    why = WHY_KILLED.get(-exit_code)
-    return killed if why is None else f"{killed} ({why})"
-
-
 def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "error"], str]:
-    name, text = type(error).__name__, str(error)
+    name = type(error).__name__
+    text = str(error)
     if isinstance(error, UserError):
         return "user", text
     if isinstance(error, OSError) and error.errno in CANNOT_GROW:
@@ -204,11 +213,20 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
         )
         return "user", cause
     if isinstance(error, RuntimeError) and (lacks_room := NCCL_LACKS_ROOM.search(text)):
-        return "user", f"{lacks_room[0]}; {IS_FULL}"
+        return "user", f"{lacks_room[0]}; {SHARED_MEMORY_IS_FULL}"
     # Where torch notices the worker's end in another way, the message that names the signal is that
     # of the cause.
     if worker := DEAD_WORKER.search(f"{error}\n{error.__cause__ or error.__context__}"):
-        return "error", _dead_worker(int(worker[1]), worker[2])
+        end = worker[2]
+        remedy = "the log may say why"
+        for number in signal.Signals:
+            if signal.strsignal(number) == worker[2]:
+                end = number.name
+                remedy = WHY_KILLED.get(number, remedy)
+        return (
+            "error",
+            f"its data worker (process {worker[1]}) was killed by {end} ({remedy})",
+        )
     # torch.distributed's errors by name: this module imports no torch. A DistBackendError may be of
     # any kind.
     lost_peer = (
@@ -218,11 +236,3 @@ def _kind_and_cause(error: BaseException) -> tuple[Literal["user", "peer", "erro
     )
     cause = f"{name}: {text}" if text else name
     return ("peer" if lost_peer else "error"), cause
-
-
-def _dead_worker(pid: int, description: str) -> str:
-    name, remedy = description, "the log may say why"
-    for number in signal.Signals:
-        if signal.strsignal(number) == description:
-            name, remedy = number.name, WHY_KILLED.get(number, remedy)
-    return f"its data worker (process {pid}) was killed by {name} ({remedy})"

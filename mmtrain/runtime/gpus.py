@@ -114,21 +114,22 @@ def ask_machine() -> Machine:
 
 def refuse_unusable(machine: Machine) -> None:
     """Raise UserError, with the remedy, for GPUs that this torch cannot use or see."""
-    build, built_for, driver_cuda = f"torch {machine.torch}", machine.built_for, machine.driver_cuda
-    if built_for is not None and driver_cuda is not None:
-        known = ".".join(map(str, driver_cuda))
-        if driver_cuda[0] < int(built_for.split(".")[0]):
-            raise UserError(
-                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. "
-                f"Update the driver, install a build of torch for CUDA {driver_cuda[0]}, "
-                f"or {ON_THE_CPU}"
-            )
+    build = f"torch {machine.torch}"
+    built_for = machine.built_for
+    driver_cuda = machine.driver_cuda
+    knows_both = built_for is not None and driver_cuda is not None
+    if knows_both and driver_cuda[0] < int(built_for.split(".")[0]):
+        major, minor = driver_cuda
+        raise UserError(
+            f"the GPU driver supports CUDA {major}.{minor}, but {build} has CUDA {built_for}. "
+            f"Update the driver, install a build of torch for CUDA {major}, or {ON_THE_CPU}"
+        )
     # a run for GPUs must not begin on the CPU in silence
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
     for number, gpu in enumerate(machine.gpus):
-        fitting = [name for name in machine.architectures if _runs_on(name, gpu.capability)]
-        if machine.architectures and not fitting:
+        fits = any(_runs_on(name, gpu.capability) for name in machine.architectures)
+        if machine.architectures and not fits:
             major, minor = gpu.capability
             raise UserError(
                 f"GPU {number}, {gpu.name}, has compute capability {major}.{minor}, but {build} "
@@ -144,9 +145,8 @@ def _why_none(machine: Machine, build: str) -> str:
         return f"{CHOICE}={os.environ[CHOICE]} names no GPU of this machine. See nvidia-smi -L"
     error = f" ({machine.error})" if machine.error else ""
     return (
-        f"there is a GPU driver, but {build} sees no GPU{error}. "
-        "Check whether nvidia-smi does, give the container or the job its GPUs "
-        "(docker run --gpus all, sbatch --gres=gpu:N)"
+        f"there is a GPU driver, but {build} sees no GPU{error}. Check whether nvidia-smi does, "
+        "give the container or the job its GPUs (docker run --gpus all, sbatch --gres=gpu:N)"
     )
 
 
@@ -168,18 +168,18 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 def _machine() -> Machine:
     import torch
 
-    error, gpus = None, []
+    error = None
+    gpus = []
     try:
         torch.cuda.init()
         gpus = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as caught:  # no GPU, an old driver, a build without CUDA
         error = str(caught).strip().split("\n")[0]
-    architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
     return Machine(
         tuple(gpus),
         torch.__version__,
         torch.version.cuda,
-        tuple(architectures),
+        tuple(torch.cuda.get_arch_list()),
         _driver_cuda(),
         error,
     )
@@ -190,7 +190,12 @@ def _gpu(torch: Any, index: int) -> Gpu:
     free = _free_by_nvml(str(getattr(properties, "uuid", "")))
     if free is None:
         free = torch.cuda.mem_get_info(index)[0]
-    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        free,
+        (properties.major, properties.minor),
+    )
 
 
 def _free_by_nvml(uuid: str) -> int | None:
@@ -200,7 +205,8 @@ def _free_by_nvml(uuid: str) -> int | None:
     except OSError:
         return None
     # nvmlMemory_t: total, free, used
-    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    handle = ctypes.c_void_p()
+    memory = (ctypes.c_ulonglong * 3)()
     works = (
         nvml.nvmlInit_v2() == 0
         and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0

@@ -28,10 +28,7 @@ class PrefixedLog(io.TextIOWrapper):
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        super().__init__(
-            io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace"
-        )
+        super().__init__(path.open("ab"), encoding="utf-8", errors="replace")
         self._prefix = f"[{name}] "
         self._partial = ""
 
@@ -73,16 +70,11 @@ def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> Prefixe
     for number in descriptors:
         os.dup2(log.fileno(), number)
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    loggers = [
-        logging.root,
-        *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)),
-    ]
-    for handler in (handler for logger in loggers for handler in logger.handlers):
-        kept = getattr(handler, "__dict__", {}).get("stream")
-        if isinstance(kept, PrefixedLog) or (
-            kept is not None and any(kept is stream for stream in streams)
-        ):
-            vars(handler)["stream"] = log
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):  # a placeholder has none
+            kept = vars(handler).get("stream")
+            if isinstance(kept, PrefixedLog) or (kept is not None and kept in streams):
+                vars(handler)["stream"] = log
     sys.stdout = sys.stderr = log
     return log
 
@@ -92,13 +84,16 @@ def output_to_log(path: Path) -> Iterator[None]:
     """In the block send the launcher's output to a log, C++ on stderr included; ranks inherit the
     real stdout.
     """
-    stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
+    stdout = sys.stdout
+    stderr = sys.stderr
+    stderr_copy = os.dup(2)
     sys.stdout.flush()
     log = send_output_to(path, "launcher", [2])
     try:
         yield
     finally:
         log.finish()
-        sys.stdout, sys.stderr = stdout, stderr
+        sys.stdout = stdout
+        sys.stderr = stderr
         os.dup2(stderr_copy, 2)
         os.close(stderr_copy)

@@ -22,8 +22,8 @@ from typing import TextIO
 import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
+from mmtrain.base.errors import naming_shared_memory
 from mmtrain.base.printing import print_info, show_error, show_logs
-from mmtrain.base.shared_memory import naming_shared_memory
 from mmtrain.runtime.child import die_with_parent, leave_out_gpu_kernels, wake_stopped
 from mmtrain.runtime.failures import ErrorRecord, RankProgress
 from mmtrain.runtime.job import Job
@@ -47,7 +47,6 @@ class Rank:
 
     rank: int
     world_size: int
-    local_rank: int
     device: str
     folder: Path
     console: TextIO | None
@@ -76,8 +75,7 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         # nohup ignores stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    stop_file = None if records is None else records / STOP_FILE
-    stop = StopRequest(stop_file)
+    stop = StopRequest(records and records / STOP_FILE)
     stop.listen()
     _keep_to_this_machine()
 
@@ -89,20 +87,17 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
     log = send_output_to(log_path, f"rank {rank}", [1, 2])
     faulthandler.enable(file=2)
 
-    progress_file = None if records is None else records / f"progress-{rank}"
-    progress = RankProgress(progress_file)
+    progress = RankProgress(records and records / f"progress-{rank}")
     try:
         if not job.on_gpus:
             leave_out_gpu_kernels()
         import torch
 
         torch.set_num_threads(job.threads)
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = f"cuda:{local_rank}" if job.on_gpus else "cpu"
+        device = f"cuda:{int(os.environ['LOCAL_RANK'])}" if job.on_gpus else "cpu"
         me = Rank(
             rank,
             int(os.environ["WORLD_SIZE"]),
-            local_rank,
             device,
             job.folder,
             console,
@@ -132,8 +127,10 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         traceback.print_exc()
         log.finish()
         wake_stopped(psutil.Process().parent().children())
-        is_victim = record.kind == "peer"
-        time.sleep(SECONDS_AFTER_LOST_PEER if is_victim else SECONDS_AFTER_FAILURE)
+        seconds = SECONDS_AFTER_FAILURE
+        if record.kind == "peer":
+            seconds = SECONDS_AFTER_LOST_PEER
+        time.sleep(seconds)
         if console is not None:
             console.drain()
         if not records:

@@ -103,7 +103,8 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
     """Return the message with three keys that differ on rank 0 and on the first of `others`."""
     values = []
     for key in first | other:
-        mine, theirs = first.get(key), other.get(key)
+        mine = first.get(key)
+        theirs = other.get(key)
         if mine != theirs:
             values.append(
                 f"{key} is {escape(json.dumps(mine))} on rank 0 and "
@@ -122,7 +123,14 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
 def _handler(parameters: RendezvousParameters) -> FixedNodes:
     host, port = _split(parameters.endpoint)
     node, timeout = (int(parameters.config[name]) for name in ("rank", "timeout"))
-    return FixedNodes(host, port, node, parameters.max_nodes, parameters.run_id, timeout)
+    return FixedNodes(
+        host,
+        port,
+        node,
+        parameters.max_nodes,
+        parameters.run_id,
+        timeout,
+    )
 
 
 def listening_address(endpoint: str) -> str:
@@ -144,7 +152,8 @@ def listening_address(endpoint: str) -> str:
 
 def listening_socket(endpoint: str) -> socket.socket:
     """Return a socket that listens on the endpoint's address. Raises UserError if none can."""
-    address, (_, port) = listening_address(endpoint), _split(endpoint)
+    address = listening_address(endpoint)
+    (_, port) = _split(endpoint)
     where = f"{address}:{port}" if address else f"port {port}"
     both = address == EVERY_INTERFACE and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else _family(address)

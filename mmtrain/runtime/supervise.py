@@ -95,7 +95,7 @@ def run_ranks(job: Job) -> Failure | None:
     # terminal closes.
     at_once = ENDING_SIGNALS if job.saves_when_asked else (*ENDING_SIGNALS, *STOP_SIGNALS)
     signals = [number for number in at_once if signal.getsignal(number) is not signal.SIG_IGN]
-    earlier_children = set(_children())
+    earlier_children = set(psutil.Process().children())
     if sys.platform == "linux":  # what a dead rank started becomes our child, to be ended below
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -110,20 +110,16 @@ def run_ranks(job: Job) -> Failure | None:
 
         def ask(number: int, frame: object) -> None:
             asked, seconds = stop_file.read()
-            if (
-                number == signal.SIGTERM
-                and asked is not Asked.NOTHING
-                and seconds > SECONDS_TOGETHER
-            ):
-                stop_file.ask(Asked.END_NOW)
-                wake_stopped(psutil.Process().children(recursive=True))
-                raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
                 console.write(
                     f"{signal.Signals(number).name}: the run saves after the current "
                     "step, and ends\n"
                 )
+            elif number == signal.SIGTERM and seconds > SECONDS_TOGETHER:
+                stop_file.ask(Asked.END_NOW)
+                wake_stopped(psutil.Process().children(recursive=True))
+                raise SignalException("a second SIGTERM", signal.SIGTERM)
 
         class Logs(DefaultLogsSpecs):
             """torch asks it for the ranks' outputs right before it starts them: from then on they
@@ -175,7 +171,7 @@ def run_ranks(job: Job) -> Failure | None:
             _end_children(earlier_children)
             console.drain()
     stopped = next(iter(ends.values()))
-    return None if stopped is None else Failure(STOPPED, stopped)
+    return stopped and Failure(STOPPED, stopped)
 
 
 @contextlib.contextmanager
@@ -197,24 +193,13 @@ def _end_children(spared: set[psutil.Process]) -> None:
     """
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        living = [
-            child
-            for child, command in _children().items()
-            if child not in spared and TRACKER not in command
-        ]
-        if not living:
-            return
-        for child in living:
+        killed = False
+        for child in psutil.Process().children():
+            # it has just ended; a zombie has no command line
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                if child not in spared and TRACKER not in " ".join(child.cmdline()):
+                    child.kill()
+                    killed = True
+        if not killed:
+            return
         time.sleep(0.05)
-
-
-def _children() -> dict[psutil.Process, str]:
-    """Return the living direct children of this process with their command lines."""
-    commands = {}
-    for child in psutil.Process().children():
-        # it has just ended; a zombie has no command line
-        with contextlib.suppress(psutil.NoSuchProcess):
-            commands[child] = " ".join(child.cmdline())
-    return commands

@@ -1,9 +1,9 @@
-"""Which stock class computes what a run trains, and which formats of `mmtrain export` can hold it,
-before it trains.
+"""Stock classes that compute a run, and formats of `mmtrain export` that can hold it.
 
-config --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
+Models --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
 
-The planner asks for `export.format`, the export for what it writes. What only the modules of a timm
+All is known before a run trains. The planner asks for `export.format`, the export for what it
+writes. What only the modules of a timm
 encoder tell (an activation, rotary positions) is known when it is exported.
 """
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig
 from mmtrain.facts.adapters import adapted_layer, is_llm_adapter
-from mmtrain.facts.connectors import image_layout, run_vision
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import (
     canonical_name,
@@ -29,12 +28,12 @@ from mmtrain.facts.families import (
 )
 from mmtrain.facts.model_files import (
     find_model_folder,
-    generation_config,
-    model_folder,
-    read_json,
+    model_config,
+    optional_json,
     tensor_shapes,
 )
-from mmtrain.facts.shapes import VisionShape, llm_shape
+from mmtrain.facts.models import Models
+from mmtrain.facts.shapes import LlmShape
 from mmtrain.facts.tokenizer_files import published_files
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.stock.aya_vision import AyaVision
@@ -52,7 +51,11 @@ from mmtrain.stock.stock_folder import BOUNDS, StockFolder
 
 # what adapters are for: the LLM as it was published, or a whole model of its own
 Base = Literal["llm", "hf"]
-LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
+# projectors that LLaVA's own code builds, and its names of their modules
+LLAVA_CODE = {
+    "linear": {"linear_1": "model.mm_projector"},
+    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
+}
 # families whose embedding is not where the classes look for it
 _OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")
 
@@ -75,89 +78,94 @@ STOCK_CLASSES: tuple[StockClass, ...] = (
 )
 
 
-def exporter_for(config: RunConfig) -> StockClass:
+def exporter_for(models: Models) -> StockClass:
     """Return the stock class that computes what a run trains.
 
     Raises UserError with what each class that has its connector would need, and what `vision_shape`
     raises.
     """
-    kind, vision = config.model.projector.type, config.model.vision
+    kind = models.section.projector.type
+    vision = models.section.vision
     near = [stock for stock in STOCK_CLASSES if kind in stock.connectors]
     near = [stock for stock in near if vision.layout in stock.layouts] or near
-    if why := _unfit_llm(config.model.llm.path):
+    path = models.section.llm.path
+    if why := _unfit_llm(path, models.published_llm):
         raise UserError(
             f"no stock model computes what this run trains: {why}. Set another model.llm.path"
         )
-    shape, ways = run_vision(config), []
+    shape = models.published_vision
+    ways = []
     for stock in near:
-        missing = list(stock.needs(config, shape))
+        missing = list(stock.needs(models))
         if not missing:
             return stock
-        if not (stock.unfit_encoder(vision.name, shape) and stock.unfit_llm(config.model.llm.path)):
+        if not (stock.unfit_encoder(vision.name, shape) and stock.unfit_llm(path)):
             ways.append(f"{stock.name} would need {', '.join(missing)}")
-    ways += _other_connector(config, shape)
+    ways += _other_connector(models)
     listed = "; ".join(ways) or "its classes are for another encoder and another LLM"
     raise UserError(f"no stock model computes what this run trains ({kind}): {listed}")
 
 
-def _other_connector(config: RunConfig, shape: VisionShape) -> Iterator[str]:
+def _other_connector(models: Models) -> Iterator[str]:
     """Yield a connector whose class computes the run with all else as it is, if there is one."""
     for stock in STOCK_CLASSES:
         for kind in stock.connectors:
-            changed = dict.fromkeys(("factor", "width")) | {"type": kind}
-            other = config.changed(
-                {f"model.projector.{key}": value for key, value in changed.items()}
-            )
+            changes = {"projector.type": kind, "projector.factor": None, "projector.width": None}
+            other = replace(models, section=models.section.changed(changes))
             with contextlib.suppress(UserError):
-                image_layout(other)
-                if not any(stock.needs(other, shape)):
+                _ = other.layout
+                if not any(stock.needs(other)):
                     yield f"{stock.name} computes it with model.projector.type={kind}"
                     return
 
 
-def class_of(config: RunConfig) -> StockClass | None:
+def class_of(models: Models) -> StockClass | None:
     """Return the stock class that a run leaves by; None: its LLM's own, for a run on text alone.
+
     Raises UserError.
     """
-    whole = whole_of(config)
-    return exporter_for(config) if whole is None and config.model.vision is not None else whole
+    whole = whole_of(models)
+    if whole is None and models.section.vision is not None:
+        return exporter_for(models)
+    return whole
 
 
-def whole_of(config: RunConfig) -> StockClass | None:
-    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run
-    trained; else None.
-    """
-    path, vision = config.model.llm.path, config.model.vision
+def whole_of(models: Models) -> StockClass | None:
+    """Return the class of the whole M-RoPE model that a run is on; None: that computes others."""
+    path = models.section.llm.path
+    vision = models.section.vision
     folder = find_model_folder(path)
-    content = {} if folder is None else read_json(folder / "config.json")
+    if folder is None:
+        return None
+    content = model_config(folder)
     stock = stock_class(content.get("model_type"))
     if stock is None or not stock.mrope or (vision is not None and vision.name != path):
         return None
-    keys = {} if vision is None else stock.keys(StockFolder(path, folder, content))
-    said = {key: value for key, value in keys.items() if not key.endswith(BOUNDS)}
-    return (
-        stock
-        if all(config.value_at(tuple(key.split("."))) == value for key, value in said.items())
-        else None
-    )
+    if vision is None:
+        return stock
+    for key, value in stock.keys(StockFolder(path, folder, content)).items():
+        if key == "data.image_fit":
+            own = models.image_fit
+        else:
+            own = models.section.value_at(tuple(key.split(".")[1:]))
+        if own != value and not key.endswith(BOUNDS):
+            return None
+    return stock
 
 
 def stock_class(model_type: str | None, encoder: str | None = None) -> StockClass | None:
-    """Return the stock class of a config.json with this model_type, its vision_config with the
-    model_type `encoder`.
-    """
+    """Return the stock class of a config.json with this model_type, and that of its encoder."""
     fitting = [stock for stock in STOCK_CLASSES if model_type in stock.model_types]
     is_native = encoder in FAMILIES and FAMILIES[encoder].native is not None
-    return next(
-        (stock for stock in fitting if stock.is_native == is_native), next(iter(fitting), None)
-    )
+    fitting.sort(key=lambda stock: stock.is_native != is_native)
+    return next(iter(fitting), None)
 
 
-def _unfit_llm(path: str) -> str:
-    """Return why no stock class computes this LLM behind an encoder; "" where only a trial can
-    tell.
+def _unfit_llm(path: str, llm: LlmShape) -> str:
+    """Return the reason why no stock class computes this LLM behind an encoder.
+
+    It is "" where only a trial can tell.
     """
-    llm = llm_shape(path)
     if llm.scaled_by:
         return (
             f"{path} ({llm.model_type}) scales or caps tokens or logits ({llm.scaled_by}), but "
@@ -165,129 +173,117 @@ def _unfit_llm(path: str) -> str:
         )
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"
-    return (
-        f"stock models do not find the embedding of a {llm.model_type}"
-        if llm.model_type in _OTHER_EMBEDDING
-        else ""
-    )
+    if llm.model_type in _OTHER_EMBEDDING:
+        return f"stock models do not find the embedding of a {llm.model_type}"
+    return ""
 
 
-def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's
-    own code computes.
-    """
-    kind, vision = config.model.projector.type, config.model.vision
+def refuse_llava_code(models: Models, trained: Collection[str]) -> None:
+    """Raise UserError for a run that `trained` (global names) more than a projector of LLaVA's."""
+    kind = models.section.projector.type
+    vision = models.section.vision
     if vision is None:
         raise UserError("llava holds a projector, but model.vision=null has none")
     if kind not in LLAVA_CODE:
         raise UserError(
             f"llava takes a {' or '.join(LLAVA_CODE)} projector, but model.projector.type is {kind}"
         )
-    if vision.final_norm or not LAYOUTS[vision.layout].in_llava:
-        key = "final_norm" if vision.final_norm else "layout"
-        value = str(getattr(vision, key)).lower()
+    unsupported = ""
+    if vision.final_norm:
+        unsupported = "final_norm=true"
+    elif not LAYOUTS[vision.layout].in_llava:
+        unsupported = f"layout={vision.layout}"
+    if unsupported:
         raise UserError(
-            f"llava's code does not support model.vision.{key}={value}, which this run uses"
+            f"llava's code does not support model.vision.{unsupported}, which this run uses"
         )
-    if others := [name for name in trained if not name.startswith("projector.")]:
-        raise UserError(
-            f"llava holds only the projector, but {others[0]} trains too (model.trainable)"
-        )
+    for name in trained:
+        if not name.startswith("projector."):
+            raise UserError(
+                f"llava holds only the projector, but {name} trains too (model.trainable)"
+            )
 
 
-def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> None:
+def _refuse_without_adapters(models: Models, trained: Collection[str]) -> None:
     """Raise UserError for a run that has nothing for peft, or no whole model as its base."""
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
-    _refuse_unknown_class(config, [name for name in trained if not is_llm_adapter(name)])
+    _refuse_unknown_class(models, [name for name in trained if not is_llm_adapter(name)])
 
 
-def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that trains anything but adapters of the published LLM, and the
-    projector.
-    """
-    if holds_parts(model_folder(config.model.llm.path)):
-        raise UserError(f"{config.model.llm.path} is a whole model, not only the LLM")
+def _refuse_more_than_adapters(models: Models, trained: Collection[str]) -> None:
+    """Raise UserError for a run of more than the published LLM's adapters and the projector."""
+    if holds_parts(models.llm_folder):
+        raise UserError(f"{models.section.llm.path} is a whole model, not only the LLM")
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
-    if others := [
-        name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)
-    ]:
-        raise UserError(f"{others[0]} trains too, but adapters of the published LLM cannot hold it")
+    for name in trained:
+        if not name.startswith("projector.") and not is_llm_adapter(name):
+            raise UserError(f"{name} trains too, but adapters of the published LLM cannot hold it")
 
 
-def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError for a run that no stock class computes, and for files that an export could
-    not write again.
-    """
-    class_of(config)
-    folder = find_model_folder(config.model.llm.path)
+def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
+    """Raise UserError for a run without a stock class, and files that no export can write."""
+    class_of(models)
+    folder = find_model_folder(models.section.llm.path)
     if folder is None or (tensors := tensor_shapes(folder)) is None:
         return
-    published_files(folder, is_whole=whole_of(config) is not None)
-    generation_config(folder)  # which an export reads
+    published_files(folder, is_whole=whole_of(models) is not None)
+    optional_json(folder, "generation_config.json")  # which an export reads
     family = llm_config(folder)["model_type"]
     names = full_names(family, llm_tensors(folder, tensors)).values()
     stored = {canonical_name(loaded_name(family, name)) for name in names}
     for name in trained:
-        if (
-            name.startswith("llm.")
-            and f"{adapted_layer(name)}.weight" not in stored
-            and name not in stored
-        ):
+        is_stored = {name, f"{adapted_layer(name)}.weight"} & stored
+        if name.startswith("llm.") and not is_stored:
             raise UserError(
                 f"{name} trains, but the LLM's files have it under another name or in "
                 "several tensors"
             )
 
 
-def default_base(config: RunConfig) -> Base:
-    """What a run's adapters are for unless one says it: the published LLM where it is all of the
-    model.
-    """
-    alone = config.model.vision is None and not holds_parts(model_folder(config.model.llm.path))
-    return "llm" if alone else "hf"
+def default_base(models: Models) -> Base:
+    """Return the default base of a run's adapters: the published LLM if it is all of the model."""
+    if models.section.vision is None and not holds_parts(models.llm_folder):
+        return "llm"
+    return "hf"
 
 
+# by values of --format, and for "safetensors" none
 _CHECKS = {
     "llava": refuse_llava_code,
     "hf": _refuse_unknown_class,
     "peft": _refuse_without_adapters,
     "peft --base llm": _refuse_more_than_adapters,
-}  # by --format
+}
 
 
-def formats_for(config: RunConfig, trained: Collection[str]) -> str:
-    """Options of `mmtrain export` that write what a run `trained`, by global names."""
+def formats_for(models: Models, trained: Collection[str]) -> str:
+    """Return options of `mmtrain export` that write all that a run `trained`, by global names."""
     formats = ["--format safetensors"]
     for name, check in _CHECKS.items():
         with contextlib.suppress(UserError):
-            check(config, trained)
+            check(models, trained)
             formats.append(f"--format {name}")
     return " or ".join(formats)
 
 
-def refuse_unfit_format(name: str, path: Path, config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError, with the options that work, where a format cannot hold what a checkpoint has
-    `trained`.
-    """
+def refuse_unfit_format(name: str, path: Path, models: Models, trained: Collection[str]) -> None:
+    """Raise UserError, with options that work, for a format that cannot hold all that `trained`."""
     try:
-        _CHECKS[name](config, trained)
+        _CHECKS[name](models, trained)
     except UserError as error:
-        raise UserError(f"{path}: {error}. Use {formats_for(config, trained)}") from None
+        raise UserError(f"{path}: {error}. Use {formats_for(models, trained)}") from None
 
 
-def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
-    """Raise UserError where `export.format` cannot hold what a run trains (`trained`, by global
-    names).
-    """
-    check = _CHECKS.get(config.export.format or "")
+def check_export_format(name: str | None, models: Models, trained: Collection[str]) -> None:
+    """Raise UserError where `export.format=name` cannot hold a run's `trained`, by global names."""
+    check = _CHECKS.get(name or "")
     if check is None:
         return
     try:
-        check(config, trained)
+        check(models, trained)
     except UserError as error:
         raise UserError(
-            f"export.format={config.export.format}: {error}. "
-            "Change that, or set export.format=safetensors"
+            f"export.format={name}: {error}. Change that, or set export.format=safetensors"
         ) from None

@@ -179,7 +179,7 @@ class _Run:
             "frozen_files": {
                 name: digest for start in starts for name, digest in start["files"].items()
             },
-            "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
+            "settings_fingerprint": settings_fingerprint(config.model) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }
 

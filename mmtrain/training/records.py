@@ -126,9 +126,9 @@ class Recorder:
         self._config, self._rank, self._engine, self._console = config, rank, engine, console
         on_gpu = engine.device.type == "cuda"
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        device = (
-            gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
-        )
+        device = cpu_device(config.parallel, local_ranks)
+        if on_gpu:
+            device = gpu_device(torch.cuda.get_device_name())
         trackers = config.run.report_to if rank.rank == 0 else ()
         self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
         self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take)
@@ -159,7 +159,7 @@ class Recorder:
 
         `left_out` are damaged held-out samples, `counts` those of a resumed run.
         """
-        self.account = SampleLog(self._config, packed, readers, self._rank.folder, left_out, counts)
+        self.account = SampleLog(packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:

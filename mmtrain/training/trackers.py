@@ -1,7 +1,6 @@
-"""Where a run's metrics go besides its own records: TensorBoard, Weights & Biases, a CSV table
-(`run.report_to`).
+"""Trackers of `run.report_to`, which get a run's metrics, too: TensorBoard, Weights & Biases.
 
-records of steps, scores and answers --> RUN/tensorboard, RUN/wandb, RUN/metrics.csv
+records of steps, scores and answers --> RUN/tensorboard, RUN/wandb
 
 A tracker that fails is left out from there: metrics.jsonl has everything. The libraries send on
 threads and processes of their own.
@@ -10,7 +9,6 @@ threads and processes of their own.
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import re
 import traceback
@@ -199,39 +197,4 @@ class _WandB:
         self._run.finish(exit_code=0 if self._is_complete else 1)
 
 
-class _Csv:
-    """RUN/metrics.csv: a row a step, with the scores taken before it; made anew at each start."""
-
-    url, first_lacking = None, 0
-
-    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
-        groups = {", ".join(group.match): 0.0 for group in config.optimizer.groups}
-        kinds = ({"kind": "train", "lr_groups": groups}, *({"kind": kind} for kind in SCORED))
-        columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
-        self._row: dict[str, Any] = {}
-        self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(
-            self._file, columns, extrasaction="ignore", lineterminator="\n"
-        )
-        self._writer.writeheader()
-
-    def write(self, record: Record) -> None:
-        if values := numbers(record):
-            if self._row.get("step") != record["step"]:
-                self._end_row()
-            self._row |= values | {"step": record["step"], "time": record["time"]}
-        if record["kind"] == "train":
-            self._end_row()
-
-    def _end_row(self) -> None:
-        if self._row:
-            self._writer.writerow(self._row)
-            self._file.flush()
-            self._row = {}
-
-    def close(self) -> None:
-        self._end_row()
-        self._file.close()
-
-
-TRACKERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandB, "csv": _Csv}
+TRACKERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandB}

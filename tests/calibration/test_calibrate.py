@@ -29,6 +29,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.launch import main as launch
 from mmtrain.plan.calibration import (
     Calibration,
@@ -39,7 +40,7 @@ from mmtrain.plan.calibration import (
 )
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def calibrated(tiny, tmp_path_factory) -> RunConfig:
 
 def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated):
     config, models = calibrated, models_of(calibrated)
-    found = find_calibration(config, models, cpu_device(config))
+    found = find_calibration(config, models, cpu_device(config.parallel))
     costs = run_costs(config, models)
     assert found.layers.keys() == {kind.name for kind in costs.kinds}
     layer = found.layers[costs.layers[1].kind]
@@ -88,7 +89,7 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated):
     plan = make_plan(calibrated)
     assert plan.step_seconds > 0
     table = "\n".join(render(plan))
-    assert f"calibrated on {cpu_device(calibrated).name}" in " ".join(table.split())
+    assert f"calibrated on {cpu_device(calibrated.parallel).name}" in " ".join(table.split())
     assert f"step: {plan.step_seconds:,.3g} s" in table
 
 
@@ -101,7 +102,7 @@ def test_the_command_puts_it_where_plans_find_it_and_prints_the_plan(tiny, tmp_p
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     config = load_config(tiny / "config.yaml", OF_TWO)
-    assert find_calibration(config, models_of(config), cpu_device(config)).layers
+    assert find_calibration(config, models_of(config), cpu_device(config.parallel)).layers
     assert "\n".join(render(make_plan(config))) in ran.stdout
     assert max(map(len, ran.stdout.split("matrix products")[0].splitlines())) <= 80
 

@@ -208,7 +208,7 @@ def test_settings_of_models_have_a_fingerprint_of_what_is_computed(tiny, config,
         ({"rms_norm_eps": 0.05}, False),
     ):
         (tmp_path / "llm" / "config.json").write_text(json.dumps(content | changed))
-        assert (settings_fingerprint(moved) == settings_fingerprint(config)) == is_same
+        assert (settings_fingerprint(moved.model) == settings_fingerprint(config.model)) == is_same
 
 
 # ---- records that were torn

@@ -18,9 +18,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.stage import build_stage
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 LORA = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")
 TRAINED = "model.trainable=[projector, llm.layers.7.mlp, llm.layers.*.lora_*]"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiers import nightly
 
 from mmtrain.data.prepare.sharding import write_shard
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.engine.utilization import MEASURED
@@ -98,7 +99,7 @@ def damage(tiny, folder, make_tiny) -> str:
         shard.write_bytes(content)
 
     flip("000007.json", 0)
-    ensure_indexes(shards, str(tiny / "llm"), "plain")
+    ensure_indexes(shards, Tokenization(str(tiny / "llm"), "plain"))
     flip("000030.json", 30)
     flip(
         next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30

@@ -36,7 +36,7 @@ from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
 
-from mmtrain.facts.connectors import has_grid_positions, image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
@@ -197,8 +197,10 @@ def train_once(config, plan, order, waits):
     first = mine.data * share
 
     def batches(*seeds: int):
-        if (has_grid := has_grid_positions(config)) or config.model.vision.layout == "native":
-            layout = image_layout(config)
+        if (
+            has_grid := models_of(config).has_grid_positions
+        ) or config.model.vision.layout == "native":
+            layout = models_of(config).layout
             some = [
                 [[one]] for seed in seeds for one in native_documents(layout, share, seed + first)
             ]

@@ -32,7 +32,7 @@ from tiers import nightly
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.audit import model_fingerprint
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
 
@@ -52,7 +52,9 @@ def parts(tmp_path_factory):
 def microbatches_of(step, data, config=None):
     """Of a step: some with images, some of text alone, one of an image and hardly a word."""
     if config is not None and config.model.vision.layout == "native":
-        return [[[one]] for one in native_documents(image_layout(config), LOCAL * data, seed=step)]
+        return [
+            [[one]] for one in native_documents(models_of(config).layout, LOCAL * data, seed=step)
+        ]
     images = (1, 0, 2, 3, 0, 1, 2, 0)
     return [
         [[make_document(100 * step + i, images=images[(i + step) % 8], text=2 if i == 3 else 12)]]

@@ -10,9 +10,9 @@ from mmtrain.config.load import load_config
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.engine.utilization import MEASURED, Utilization
+from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import Calibration, Device, calibration_key
 from mmtrain.plan.costs import Workload, minimal_flops
-from mmtrain.plan.planner import models_of
 
 
 def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):

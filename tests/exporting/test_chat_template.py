@@ -31,6 +31,7 @@ from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, make_template
 from mmtrain.exporting.chat_template import mark_answers
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.square import Square
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
@@ -80,7 +81,7 @@ def exported(tiny: Path, make, folder: Path, template: str, marks: tuple[str, ..
     )
     export(config, folder)
     before = (folder / "chat_template.jinja").read_text()
-    said = mark_answers(config, folder)
+    said = mark_answers(models_of(config), config.data.template, folder)
     return config, AutoProcessor.from_pretrained(folder), before, said
 
 
@@ -208,7 +209,7 @@ def test_the_text_stays_byte_for_byte_the_same(marked):
 def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_path):
     config = run_config(tiny, tiny / "llm")
     export(config, tmp_path)
-    assert mark_answers(config, tmp_path) is None
+    assert mark_answers(models_of(config), "plain", tmp_path) is None
     processor = AutoProcessor.from_pretrained(tmp_path)
     trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), Square(16), sys.maxsize)
     document = trained(

@@ -17,7 +17,7 @@ from untrained_runs import config_of, export, make_checkpoint, run_export, weigh
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
-from mmtrain.facts.connectors import run_connector
+from mmtrain.facts.models import models_of
 from mmtrain.model.trained.projector import make_projector, read_projector
 from mmtrain.model.weights.projector_files import refuse_unfit_init_from
 
@@ -38,7 +38,7 @@ def runs(tiny, tmp_path_factory) -> dict[str, Path]:
     of it.
     """
     folder = tmp_path_factory.mktemp("runs")
-    projector = make_projector(run_connector(config_of(tiny)), seed=7).state_dict()
+    projector = make_projector(models_of(config_of(tiny)).connector, seed=7).state_dict()
     tensors = {f"projector.{name}": tensor for name, tensor in projector.items()}
     made = {"all": make_checkpoint(folder / "all", config_of(tiny), tensors).path.parent.parent}
     options = (f"run.dir={folder}", "train.max_steps=2", "optimizer.lr=0.01", "parallel.pipeline=1")
@@ -90,7 +90,7 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
 def test_another_run_begins_with_all_of_it(runs, tiny):
     config = config_of(tiny, f"model.projector.init_from={runs['none']}")
     refuse_unfit_init_from(config, Path("elsewhere"))
-    found = read_projector(str(runs["none"]), run_connector(config))
+    found = read_projector(str(runs["none"]), models_of(config).connector)
     first, second = trained_by(runs["all"]), trained_by(runs["second"])
     assert all(same(found[name], first[f"projector.{name}"]) for name in FIRST)
     assert all(same(found[name], second[f"projector.{name}"]) for name in SECOND)
@@ -140,7 +140,7 @@ def test_a_projector_that_begins_with_itself_is_refused(runs, tiny, tmp_path):
 def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
     other = {
         f"projector.{name}": tensor
-        for name, tensor in make_projector(run_connector(config_of(tiny)), seed=8)
+        for name, tensor in make_projector(models_of(config_of(tiny)).connector, seed=8)
         .state_dict()
         .items()
     }

@@ -13,7 +13,6 @@ from chat_styles import (
     IMAGE,
     MISTRAL,
     STYLES,
-    Tower,
     export,
     run_config,
     text,
@@ -34,7 +33,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.exporting.processor import check_processor, write_processor
+from mmtrain.exporting.processor import check_processor
 from mmtrain.layouts.square import ONE_SQUARE
 from mmtrain.stock.exporters import stock_class
 
@@ -280,11 +279,10 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_switched_off_is_refused(tiny
     llm = tmp_path / "llm"
     shutil.copytree(tiny / "llm", llm, ignore=shutil.ignore_patterns("tokenizer*"))
     ByT5Tokenizer().save_pretrained(llm)
-    (tmp_path / "out").mkdir()
     with pytest.raises(
         UserError, match=r"\(ByT5Tokenizer\) adds special tokens .* --format safetensors or llava"
     ):
-        write_processor(stock_class("llava"), run_config(tiny, llm), Tower(), tmp_path / "out")
+        export(run_config(tiny, llm), tmp_path / "out")
 
 
 # ---- pixels

@@ -28,6 +28,7 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
+from mmtrain.facts.models import models_of
 from mmtrain.model.encoder.vision import load_vision
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
@@ -118,7 +119,8 @@ def exported(
 ) -> ExportedEncoder:
     choices = [f"model.vision.{key}" for key in (f"name={name}", f"select_layer={select_layer}")]
     choices.append(f"model.vision.final_norm={str(final_norm).lower()}")
-    return encoder_for_export(load_config(CONFIG, choices), trained or {})
+    own = {weight.removeprefix("vision."): tensor for weight, tensor in (trained or {}).items()}
+    return encoder_for_export(models_of(load_config(CONFIG, choices)), own)
 
 
 def stock_llava(encoder: ExportedEncoder, folder: Path) -> LlavaForConditionalGeneration:

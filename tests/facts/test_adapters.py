@@ -7,9 +7,10 @@ from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.llm.tiny import tiny_model
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 EVERYWHERE = ("llm.layers.*.lora_*",)
 
@@ -106,4 +107,4 @@ def test_all_linear_layers_of_a_moe_model_may_have_adapters_but_experts_and_rout
         )
         return
     with pytest.raises(UserError, match=re.escape(said)):
-        models_of(config)
+        models_of(config).read()

@@ -6,8 +6,8 @@ import pytest
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.models import models_of
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.registry import LAYOUTS
 
@@ -38,7 +38,7 @@ def config(vision: str, **projector: object) -> RunConfig:
     ],
 )
 def test_an_image_of_any_size_takes_a_square_of_positions(vision, projector, positions):
-    layout = image_layout(config(vision, **projector))
+    layout = models_of(config(vision, **projector)).layout
     assert (layout.name, layout.positions_per_tile) == ("square", positions)
     assert layout.tiling(640, 480).positions == layout.tiling(1, 2000).positions == positions
 
@@ -46,7 +46,7 @@ def test_an_image_of_any_size_takes_a_square_of_positions(vision, projector, pos
 @pytest.mark.parametrize("factor", [2, 4])
 def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(factor):
     with pytest.raises(UserError) as caught:
-        image_layout(config(SIGLIP, type="shuffle_swiglu", factor=factor))
+        _ = models_of(config(SIGLIP, type="shuffle_swiglu", factor=factor)).layout
     assert str(caught.value) == (
         f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches "
         "(384 pixels in "
@@ -63,7 +63,7 @@ def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint):
     with pytest.raises(
         UserError, match=re.escape(f"{list(pinpoint)} is no grid of up to 100 tiles of 384 x 384")
     ):
-        image_layout(chosen)
+        _ = models_of(chosen).layout
 
 
 def test_texts_around_images_change_the_fingerprint_of_text_lengths_and_no_text_does_not():

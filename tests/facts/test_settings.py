@@ -84,6 +84,7 @@ def test_what_published_models_say_is_taken():
     ("part", "said"),
     [
         ({"num_attention_heads": 5, "hidden_size": 64}, "hidden size 64 and 5 attention heads"),
+        ({"n_head": 5, "d_model": 64}, "hidden size 64 and 5 attention heads"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads in 3 groups"),
         ({"num_key_value_heads": [2, 4]}, "needed is one number for all layers"),
     ],

@@ -14,7 +14,7 @@ HEAD, _, *ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines()]
 SIZES = [tuple(map(int, size.split(" x "))) for size in HEAD[1:]]
 ENCODERS = {"SigLIP 384": (729, 384), "CLIP 336": (576, 336), "SigLIP2 512, factor 4": (64, 512)}
 ENCODERS |= {"SigLIP 2 NaFlex, factor 2": (1, 32)}
-NATIVE = {"min_positions": 64, "max_positions": 256, "is_lfm2": True}
+NATIVE = {"min_positions": 64, "max_positions": 256, "is_capped": True}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

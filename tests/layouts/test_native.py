@@ -23,7 +23,7 @@ from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import
 
 from mmtrain import load_config
 from mmtrain.base.errors import UserError
-from mmtrain.facts.connectors import image_layout
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import UnfitImage
 from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.layouts.native import THINNEST, Native
@@ -71,7 +71,7 @@ RULES: dict[str, tuple[Callable[..., Size], list[Native]]] = {
     "lfm2": (
         lfm2,
         [
-            Native(1, 16 * factor, least, most, factor=factor, is_lfm2=True)
+            Native(1, 16 * factor, least, most, factor=factor, is_capped=True)
             for factor, (least, most) in product((1, 2, 3), BOUNDS)
         ],
     ),
@@ -127,7 +127,7 @@ def compare(rule: str, count: int) -> None:
             except UnfitImage:
                 if max(width, height) > THINNEST * min(width, height):
                     continue
-                if layout.is_lfm2:
+                if layout.is_capped:
                     assert math.prod(stock(layout, width, height)) > layout.max_positions, (
                         layout,
                         width,
@@ -170,7 +170,7 @@ def test_what_the_processors_refuse_or_reduce_to_nothing_is_unfit():
         qwen2(Native(1, 28), 10, 2010)
     with pytest.raises(UnfitImage, match="3 x 597 pixels, which become 69 positions, more than 24"):
         # its processor pads to 24, and would cut these off
-        Native(1, 14, 8, 24, is_lfm2=True).tiling(3, 597)
+        Native(1, 14, 8, 24, is_capped=True).tiling(3, 597)
     with pytest.raises(
         UnfitImage, match="1 x 101 pixels, so thin that nothing of it is left within 100"
     ):
@@ -187,7 +187,7 @@ def test_bounds_that_ordinary_images_exceed_are_refused_when_planned(override):
     with pytest.raises(
         UserError, match=r"model.vision.\w+: \d+ is too small for an image of 16 x 12 pixels"
     ):
-        image_layout(config)
+        _ = models_of(config).layout
 
 
 def test_numbers_tell_layouts_apart_that_give_an_image_other_positions():
@@ -199,6 +199,6 @@ def test_numbers_tell_layouts_apart_that_give_an_image_other_positions():
             Native(1, 32, 4, 1024),
             Native(1, 32, longest_edge=1024),
         ),
-        Native(1, 32, is_lfm2=True),
+        Native(1, 32, is_capped=True),
     ]
     assert len({layout.numbers for layout in layouts}) == len(layouts)

@@ -12,8 +12,8 @@ from torch import nn
 
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.models import models_of
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.stage import build_stage, fuse, set_trainable
 from mmtrain.plan.planner import make_plan
@@ -115,7 +115,7 @@ def cut(parts):
         config = make_config(
             parts, model__trainable=trainable, model__vision=vision, data__pack_length=512
         )
-        layout = image_layout(config)
+        layout = models_of(config).layout
         ones = [
             make_document(n, tilings=(layout.tiling(*size),))
             for n, size in enumerate([(30, 12), (45, 75), (9, 30)])

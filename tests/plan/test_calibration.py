@@ -15,6 +15,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.keys import ELEMENT, EntersCalibration, all_fields, marked, section_of
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import (
     CPU,
     Calibration,
@@ -29,7 +30,7 @@ from mmtrain.plan.calibration import (
 )
 from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import Plan, render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.simulate import MessageCost
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.costs import Models, minimal_flops, workload
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import stage_costs
 
@@ -28,7 +28,7 @@ def models_with(projector: str) -> tuple[RunConfig, Models]:
 @pytest.mark.parametrize(("projector", "positions", "tflop", "_"), ROWS)
 def test_positions_and_work_are_the_planners(projector, positions, tflop, _):
     config, models = models_with(projector)
-    work = workload(config, models.layout)
+    work = workload(config.train, config.data, models.layout)
     assert int(positions) == models.layout.positions_per_tile
     exact = minimal_flops(models, ("projector",), work).total / work.tiles / 1e12
     assert float(tflop) == pytest.approx(exact, abs=0.005)
@@ -36,7 +36,7 @@ def test_positions_and_work_are_the_planners(projector, positions, tflop, _):
 
 def planned_seconds(projector: str) -> float:
     config, models = models_with(projector)
-    images = workload(config, models.layout).tiles  # of a pack
+    images = workload(config.train, config.data, models.layout).tiles  # of a pack
     config = config.changed({"train.packs_per_step": round(SAMPLES / images)})
     search = Search(stage_costs(config, models, 14 * 2**30, None))
     return search.find("auto").simulation.seconds / (config.train.packs_per_step * images)

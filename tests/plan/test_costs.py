@@ -23,6 +23,7 @@ from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK
 from mmtrain.facts.connectors import connector
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import ParameterShape, matches_any
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.llm.last_layer import LastLayer, Rows
@@ -37,7 +38,6 @@ from mmtrain.plan.costs import (
     minimal_flops,
     run_costs,
 )
-from mmtrain.plan.planner import models_of
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import CPU, GPU, assumed_timings
 from mmtrain.plan.costs import run_costs
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.schedule import Op
 from mmtrain.plan.simulate import Instant
 from mmtrain.plan.stage_costs import StageCosts, stage_costs

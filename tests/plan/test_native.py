@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,12 @@ from sweeps import sweep
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import example_names, load_config
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.plan import Plan, render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
 

@@ -11,9 +11,10 @@ import pytest
 
 from mmtrain.base.errors import MemoryLimitError, UserError
 from mmtrain.config.load import load_config
+from mmtrain.facts.models import models_of
 from mmtrain.plan.instructions import spread
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Program, instants, simulate
 from mmtrain.plan.stage_costs import stage_costs

@@ -17,11 +17,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.cli import plan as plan_command
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.facts.models import models_of
 from mmtrain.facts.quantised import BITS
 from mmtrain.plan import planner
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.suggest import (
     SIMPLER,

@@ -23,10 +23,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.plan.costs import minimal_flops, run_costs, typical_tiling
 from mmtrain.plan.plan import render
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 
 pytestmark = pytest.mark.slow
 
@@ -152,9 +153,9 @@ def test_the_expected_micro_batch_is_of_images_that_come_near_what_is_expected(
     unsaid = config.changed(
         {"data.expected_image_tiles": None, "data.expected_image_positions": None}
     )
-    assert typical_tiling(unsaid, models.layout) == models.layout.tiling(640, 480)
+    assert typical_tiling(unsaid.data, models.layout) == models.layout.tiling(640, 480)
     short = config.changed({"data.pack_length": positions - 1})
-    assert typical_tiling(short, models.layout).positions < positions, (
+    assert typical_tiling(short.data, models.layout).positions < positions, (
         "one that a pack has room for"
     )
 

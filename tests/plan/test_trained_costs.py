@@ -19,11 +19,11 @@ from mmtrain.config.load import DEMO, load_config
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
 from mmtrain.plan.costs import FP32, Models, Workload, run_costs
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.planner import models_of
 
 pytestmark = pytest.mark.slow
 

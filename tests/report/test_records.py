@@ -140,7 +140,7 @@ def test_a_chart_of_a_curve_is_bounded_and_keeps_every_extreme(count):
         "",
         "[" * 100_000,
         step(-1),
-        step(3, compute_seconds=[1.0] * 5000),
+        step(3, compute_seconds=[1.0] * 60_000),
         step(3, loss={"of": 3}),
         {key: value for key, value in step(3).items() if key != "tokens"},
         evaluation("eval", 3, exact_match=17),

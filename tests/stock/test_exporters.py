@@ -18,8 +18,10 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import ExportFormat
 from mmtrain.model.encoder import vision
 from mmtrain.plan.planner import make_plan
+from mmtrain.stock.exporters import _CHECKS
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.idefics3 import Idefics3
 
@@ -35,6 +37,10 @@ def planned(tiny, *overrides: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_every_format_but_safetensors_has_its_check():
+    assert {name.split()[0] for name in _CHECKS} == {*get_args(ExportFormat)} - {"safetensors"}
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ import mmtrain
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import has_newline, run_connector
 from mmtrain.facts.families import _DEFAULTS
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.launching.machine import plan_for_here
 from mmtrain.model.llm.language import load_decoder_layers
@@ -189,7 +189,7 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert mmtrain.load_config(tmp_path / "again.yaml") == config
     plan_for_here(config)
-    trained = read_projector(str(whole.folder), run_connector(config))
+    trained = read_projector(str(whole.folder), models_of(config).connector)
     checkpoint = make_checkpoint(
         tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()}
     )
@@ -234,7 +234,7 @@ def test_a_run_begins_with_the_tensors_of_the_same_model_in_three_parts(
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in theirs
     )
-    if has_newline(config):
+    if models_of(config).layout_class.has_newlines:
         assert torch.equal(ours["projector.image_newline"], whole.model.model.image_newline)
 
 

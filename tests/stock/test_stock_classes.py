@@ -75,7 +75,8 @@ from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
-from mmtrain.facts.connectors import connector_parameters, image_layout, run_connector
+from mmtrain.facts.connectors import connector_parameters
+from mmtrain.facts.models import models_of
 from mmtrain.model.trained.projector import read_projector
 from mmtrain.plan.planner import make_plan
 
@@ -329,7 +330,7 @@ def make(tiny, make_tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str
         draw = torch.Generator().manual_seed(1)
         norms = {
             parameter.name: torch.randn(parameter.shape, generator=draw)
-            for parameter in connector_parameters(run_connector(config))
+            for parameter in connector_parameters(models_of(config).connector)
             if "norm" in parameter.name
         }
         # the encoder's own as trained; EVA here has none
@@ -477,7 +478,7 @@ def pictures() -> list[bytes]:
 
 def test_pictures_become_what_they_were_in_training(made):
     config = made.checkpoint.config
-    layout = image_layout(config)
+    layout = models_of(config).layout
     transform = image_transform(
         config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
     )
@@ -520,7 +521,7 @@ def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(
     )
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
     config, processor = made.checkpoint.config, names["processor"]
-    layout = image_layout(config)
+    layout = models_of(config).layout
     transform = image_transform(
         config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
     )
@@ -544,7 +545,9 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
     if config.data.template == "plain":
         return
     processor = AutoProcessor.from_pretrained(made.folder)
-    trained = ChatTemplate(load_tokenizer(config.model.llm.path), image_layout(config), sys.maxsize)
+    trained = ChatTemplate(
+        load_tokenizer(config.model.llm.path), models_of(config).layout, sys.maxsize
+    )
     for turns, contents in CONVERSATIONS.values():
         count = sum(text.count("<image>") for _, text in turns)
         if any("<image>" in said for said in contents if isinstance(said, str)):
@@ -568,7 +571,7 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
 
 def test_another_run_begins_with_the_connector_of_the_folder(made):
     config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
-    found = read_projector(str(made.folder), run_connector(config))
+    found = read_projector(str(made.folder), models_of(config).connector)
     wanted = {
         name.removeprefix("projector."): tensor
         for name, tensor in trained.items()

@@ -23,8 +23,8 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.pictures import Scans, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
-from mmtrain.facts.connectors import image_layout
 from mmtrain.facts.model_files import demo_model
+from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import llm_shape, vision_shape
 from mmtrain.model.encoder.vision import load_vision
 
@@ -134,7 +134,7 @@ def test_the_native_encoder_is_stock_and_sees_a_sheet_in_its_own_shape():
     )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
     transform = image_transform(config.model.vision.name, tile_size=stock.config.patch_size)
-    cells = transform.normalise(transform.cut(sheet, image_layout(config).tiling(*sheet.size)))
+    cells = transform.normalise(transform.cut(sheet, models_of(config).layout.tiling(*sheet.size)))
     tower = load_vision(config.model.vision.name, -1, torch.float32, final_norm=True)
     with torch.no_grad():
         torch.testing.assert_close(

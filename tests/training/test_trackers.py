@@ -1,5 +1,5 @@
-"""TensorBoard, Weights & Biases and a CSV table have what metrics.jsonl has, and decide nothing of
-how a run ends.
+"""TensorBoard and Weights & Biases have what metrics.jsonl has, and decide nothing of how a run
+ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pytest
 from json_files import read_json
 from processes import wait_for
@@ -31,7 +30,7 @@ from mmtrain.launching.machine import refuse_missing_libraries
 from mmtrain.training import trackers
 
 STEPS = 5
-ALL = "run.report_to=[tensorboard,wandb,csv]"
+ALL = "run.report_to=[tensorboard,wandb]"
 RUN = (
     f"train.max_steps={STEPS}",
     "parallel.pipeline=1",
@@ -157,19 +156,6 @@ def test_each_of_them_has_what_metrics_jsonl_has(reported):
     }
     assert scalars(reported.folder) == as_float32
 
-    table = pandas.read_csv(reported.folder / "metrics.csv")
-    assert list(table.columns[:3]) == ["step", "time", "train/loss"] and set(table.columns) == {
-        "step",
-        "time",
-        *told,
-    }
-    assert table["step"].tolist() == list(range(STEPS + 1)), (
-        "the last row has the scores after the last step"
-    )
-    for name, of in told.items():
-        column = table.set_index("step")[name].dropna()
-        assert column.to_dict() == of, name
-
     (file,) = reported.folder.glob("wandb/offline-run-*/run-*.wandb")
     history, config = in_wandb(file)
     assert {name: history[name] for name in told} == told
@@ -225,12 +211,6 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
     assert scalars(again.folder)["train/tokens_per_second"] == {
         step: float(np.float32(value)) for step, value in told["train/tokens_per_second"].items()
     }
-    table = pandas.read_csv(again.folder / "metrics.csv")
-    assert table["step"].tolist() == list(range(STEPS + 1))
-    assert (
-        table.set_index("step")["train/tokens_per_second"].dropna().to_dict()
-        == told["train/tokens_per_second"]
-    )
     first, second = sorted(again.folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one run of wandb"
     history = in_wandb(second)[0]
@@ -243,15 +223,11 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
 def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
     tiny, reported, tmp_path, monkeypatch
 ):
-    """A file where TensorBoard's folder goes, a table on a full disk, a server that never
-    answers.
-    """
+    """A file where TensorBoard's folder goes, and a server that never answers."""
     monkeypatch.setattr(trackers, "SECONDS_TO_BEGIN", 0.5)
     folder = shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
     shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").write_text("")
-    (folder / "metrics.csv").unlink()
-    (folder / "metrics.csv").symlink_to("/dev/full")
     here = (ALL, "eval.show_answers=0", f"run.dir={tmp_path}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -260,11 +236,7 @@ def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_
             tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003"
         )
     assert run.losses() == reported.losses()
-    for name, why in (
-        ("tensorboard", "FileExistsError"),
-        ("csv", "No space left on device"),
-        ("wandb", "CommError"),
-    ):
+    for name, why in (("tensorboard", "FileExistsError"), ("wandb", "CommError")):
         (said,) = (
             line
             for line in run.printed.splitlines()
@@ -290,12 +262,11 @@ def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_
     with JsonLines(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(**train_record(0, 1.5))
         metrics.write(**train_record(1, math.nan))
-    told = trackers.Trackers(("csv", "tensorboard"), tmp_path, config, 2, said.append)
+    told = trackers.Trackers(("tensorboard",), tmp_path, config, 2, said.append)
     told.take({"kind": "eval", "step": 2, "time": 0.0, "loss": 0.25})
     told.take(train_record(2, math.inf))
-    losses = pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist()
-    assert losses == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
-    wait_for(lambda: "eval/loss" in scalars(tmp_path), 60, "the same in TensorBoard")
+    wait_for(lambda: 2 in scalars(tmp_path).get("train/loss", {}), 60, "the last step")
+    assert scalars(tmp_path)["eval/loss"] == {2: 0.25}
     assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx(
         [1.5, math.nan, math.inf], nan_ok=True
     )
@@ -315,7 +286,7 @@ def test_those_that_fail_are_said_once_and_left_out(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "library", "extra"),
     [
-        ("run.report_to", "[csv,wandb]", "wandb", "wandb"),
+        ("run.report_to", "[tensorboard,wandb]", "wandb", "wandb"),
         ("model.llm.quantize", "nf4", "bitsandbytes", "quantize"),
     ],
 )
@@ -323,11 +294,11 @@ def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(
     tiny, monkeypatch, key, value, library, extra
 ):
     config = load_config(tiny / "config.yaml", [f"{key}={value}"])
-    refuse_missing_libraries(config, with_trackers=True)
+    refuse_missing_libraries(config.model, config.run.report_to)
     monkeypatch.setitem(sys.modules, library, None)
     message = (
         f"{key}: {library} is not installed. Install it: "
         f"pip install 'mmtrain[{extra}]', or leave it out"
     )
     with pytest.raises(UserError, match=re.escape(message)):
-        refuse_missing_libraries(config, with_trackers=True)
+        refuse_missing_libraries(config.model, config.run.report_to)

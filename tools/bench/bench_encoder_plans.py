@@ -29,7 +29,7 @@ from transformers import (
 
 from mmtrain.base.printing import print_info
 from mmtrain.config.load import validated
-from mmtrain.facts.connectors import connector
+from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import (
     LlmShape,
     VisionShape,
@@ -41,7 +41,7 @@ from mmtrain.facts.shapes import (
 from mmtrain.layouts.square import Square
 from mmtrain.layouts.tiles import Tiles
 from mmtrain.plan.calibration import GPU, assumed_timings
-from mmtrain.plan.costs import Models, run_costs
+from mmtrain.plan.costs import run_costs
 from mmtrain.plan.search import PipelineLayout, Search
 from mmtrain.plan.stage_costs import Setting, StageCosts
 
@@ -173,8 +173,10 @@ def costs_of(case: Case, pipeline: int, microbatches: int) -> StageCosts:
     }
     config = validated(content, "a case")
     vision, llm = _vision_shape(case.vision), _llm_shape(case.llm)
-    operations = connector(config.model.projector, vision.width, llm.hidden_size)
-    models = Models(llm, vision, operations, layout(case.positions_per_tile, vision.image_size))
+    models = Models(config.model, config.data.images)
+    # a case's shapes are in no folder
+    image_layout = layout(case.positions_per_tile, vision.image_size)
+    vars(models).update(published_llm=llm, published_vision=vision, layout=image_layout)
     costs = run_costs(config, models)
     return StageCosts(
         costs, assumed_timings(costs, 1, GPU), Setting(pipeline, microbatches, None, "auto")

@@ -37,7 +37,7 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.facts.connectors import run_connector
+from mmtrain.facts.models import models_of
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.llm.attention import ATTENTION, Backend, describe_backends
 from mmtrain.model.llm.bookends import absent_modules, replace
@@ -225,7 +225,7 @@ def _stage(
     vision, projector, encoder = None, None, config.model.vision.name
     if stage.front:
         vision = load_vision(encoder, SELECT_LAYER, dtype, device)
-        projector = make_projector(run_connector(config), config.run.seed).to(device)
+        projector = make_projector(models_of(config).connector, config.run.seed).to(device)
     module = Stage(language, dtype, vision, projector, encoder).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
     module.try_out(device)

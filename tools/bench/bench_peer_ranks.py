@@ -60,7 +60,7 @@ def calibration_file(parts: Path) -> Path:
 
 def calibrate_pipeline(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
     config = make_config(settings, parts, STAGES)
-    calibrate(config, make_plan(config), cpu_device(config), calibration_file(parts), rank)
+    calibrate(config, make_plan(config), cpu_device(config.parallel), calibration_file(parts), rank)
 
 
 def two_ranks(settings: Settings, row: str, parts: Path, rank: Rank) -> None:

@@ -32,11 +32,12 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.planner import make_plan
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.runtime.rank import Rank
 
@@ -103,7 +104,7 @@ class Runner:
 
     def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
-        self.plan = make_plan(config, device=cpu_device(config))
+        self.plan = make_plan(config, device=cpu_device(config.parallel))
         mine = self.plan.ranks[dist.get_rank()]
         stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
         self.engine = FrozenPipelineEngine(config, self.plan, stages)
@@ -169,7 +170,7 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
     longest = max(settings.layouts, key=lambda layout: layout.pipeline)
     config = layout_config(settings, longest, parts, None)
     models = models_of(config)
-    key = calibration_key(config, models, cpu_device(config))
+    key = calibration_key(config, models, cpu_device(config.parallel))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
     with ProgressBar(
@@ -233,7 +234,8 @@ def describe(runner: Runner, name: str) -> dict[str, Any]:
     """
     peaks: list[int] = [0] * WORLD
     dist.all_gather_object(peaks, runner.peak_bytes())
-    plan, seconds = runner.plan, make_plan(runner.config, device=cpu_device(runner.config)).seconds
+    plan, device = runner.plan, cpu_device(runner.config.parallel)
+    seconds = make_plan(runner.config, device=device).seconds
     predicted = simulate(Program(plan.schedule), seconds)
     # a window of the engine's clock ends before the optimizer
     working = predicted.seconds - seconds.end

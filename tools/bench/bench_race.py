@@ -36,8 +36,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.facts.models import models_of
 from mmtrain.plan.costs import Models, Workload, minimal_flops
-from mmtrain.plan.planner import models_of
 from mmtrain.runtime.rank import Rank
 
 Gradients = dict[str, torch.Tensor]

@@ -97,9 +97,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _schema(file: Any) -> pyarrow.Schema:
-    if hasattr(file, "schema_arrow"):
-        return file.schema_arrow
-    return file.schema
+    return getattr(file, "schema_arrow", file.schema)
 
 
 def _parquet_rows(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
@@ -133,8 +131,7 @@ class _RowReader:
     Raises ValueError for more text, or longer lists, than a record may have.
     """
 
-    def __init__(self) -> None:
-        self.left = MAX_RECORD_BYTES
+    left = MAX_RECORD_BYTES
 
     def value(self, scalar: pyarrow.Scalar) -> Any:
         """Convert a value to JSON types; bytes are not copied."""

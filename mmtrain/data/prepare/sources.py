@@ -131,9 +131,8 @@ class Adapter:
     def description(self) -> str:
         if self.form.name != "caption":
             return formats.READERS[self.form.name].description
-        image = self.image_key or "none"
         caption = self.form.caption_key or "none"
-        return f"captions (image: {image}, caption: {caption})"
+        return f"captions (image: {self.image_key or 'none'}, caption: {caption})"
 
     def unread(self, keys: Iterable[str]) -> list[str]:
         """Return the keys or columns that no row's sample is made from."""
@@ -232,8 +231,11 @@ def _refuse_unread_images(row: dict[str, Any]) -> None:
         value = row.get(key)
         is_image = "image" in key or str(value).lower().endswith(IMAGE_SUFFIXES)
         if is_image and held(value):
-            seen = f"it names images under {key}, but LLaVA's format has them under image"
-            raise BadSample("image_count", f"{seen}; use --from with --format sharegpt")
+            raise BadSample(
+                "image_count",
+                f"it names images under {key}, but LLaVA's format has them under image; "
+                "use --from with --format sharegpt",
+            )
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -261,9 +263,10 @@ def _image_of_part(part: dict[str, Any]) -> object:
             if is_bare and not _BASE64.match(image):
                 return f"data:;base64,{image}"
             return image
-    needed = f"needed is one of {', '.join(_PART_KEYS)}"
     raise BadSample(
-        "bad_image_field", f"an image part without image: {keys_or_value(fields)}; {needed}"
+        "bad_image_field",
+        f"an image part without image: {keys_or_value(fields)}; "
+        f"needed is one of {', '.join(_PART_KEYS)}",
     )
 
 
@@ -340,7 +343,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     files = _files(path)
     any_form = Adapter(form, image_key)
     sources = [Source(file, name, any_form) for name, file in files]
-    all_rows = itertools.chain.from_iterable(source.rows() for source in sources)
+    all_rows = itertools.chain.from_iterable(map(Source.rows, sources))
     rows = list(map(_without_contents, itertools.islice(all_rows, SEEN)))
     if not rows:
         raise UserError(f"{path}: has no records")
@@ -483,9 +486,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         raise UserError(f"{path}: already holds shards. Train on them with data.shards={path}")
     if not path.is_dir():
         if path.suffix.lower() not in _SUFFIXES:
-            suffixes = ", ".join(_SUFFIXES)
             raise UserError(
-                f"{path}: the name must end in one of {suffixes}, "
+                f"{path}: the name must end in one of {', '.join(_SUFFIXES)}, "
                 "or be a folder of datasets' save_to_disk"
             )
         return [(path.name, path)]

@@ -181,12 +181,9 @@ def table_rows(path: Path) -> Iterator[object]:
                 f"{path}: its first line names {seen}. It must name the columns, each once"
             )
         if len(columns) == 1 and (found := re.search(r"[,;|\t]", columns[0])):
-            needed = (
-                f"{path.suffix} has {separator!r}. "
-                "Save it so, with quotes around texts that hold one"
-            )
             raise UserError(
-                f"{path}: its first line has {found[0]!r} between the columns, but {needed}"
+                f"{path}: its first line has {found[0]!r} between the columns, but {path.suffix} "
+                f"has {separator!r}. Save it so, with quotes around texts that hold one"
             )
         reader.fieldnames = columns
         first = reader.line_num + 1

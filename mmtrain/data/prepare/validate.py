@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -61,6 +62,9 @@ class Validator:
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
+        full = self.samples_per_shard
+        if self.shard_bytes is not None:
+            full = self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
         number = filled = text_rejections = 0
         candidates = []
         rejected = []
@@ -69,7 +73,17 @@ class Validator:
                 adapted = source.adapter.adapt(value)
                 key = self._key(adapted.record, record)
             except BadSample as error:
-                rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
+                identifier = value.get("id") if isinstance(value, dict) else None
+                if not isinstance(identifier, str | int):
+                    identifier = None
+                rejected.append(
+                    BadRecord(
+                        record,
+                        identifier,
+                        error.reason,
+                        error.detail,
+                    )
+                )
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
@@ -78,10 +92,16 @@ class Validator:
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
-            candidate = Candidate(record, key, named.content, named.images, holds_images)
+            candidate = Candidate(
+                record,
+                key,
+                named.content,
+                named.images,
+                holds_images,
+            )
             size = self._size(candidate, adapted.images)
 
-            if candidates and filled + size > self._full:
+            if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number += 1
                 filled = 0
@@ -100,12 +120,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    @property
-    def _full(self) -> int:
-        if self.shard_bytes is None:
-            return self.samples_per_shard
-        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
 
     def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
         """Return what a candidate adds to its shard, in the limit's unit."""
@@ -129,18 +143,16 @@ class Validator:
             return key
         if not self.keep_duplicates:
             source, first = place(self.sources, self.keys[key])
-            seen = f"record {first} of {source.name} has it too"
-            raise BadSample("duplicate_id", f"{seen}; --duplicate-ids keep gives each its own key")
+            raise BadSample(
+                "duplicate_id",
+                f"record {first} of {source.name} has it too; "
+                "--duplicate-ids keep gives each its own key",
+            )
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"
             if numbered not in self.keys:  # else it is an id of its own
                 return numbered
-
-
-def _identifier(row: object) -> str | int | None:
-    identifier = row.get("id") if isinstance(row, dict) else None
-    return identifier if isinstance(identifier, str | int) else None
 
 
 @dataclass(eq=False)
@@ -313,7 +325,15 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
             _refuse_another_run(run, earlier[0], state)
         else:
             state.unlink(missing_ok=True)
-        finished = dict(_still_there(out, earlier[1:]))
+
+        # the shards whose tar and index are there still
+        finished = {}
+        for line in earlier[1:]:
+            shard = WrittenShard(**line["written"])
+            tar = out / shard.file
+            if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
+                rejected = tuple(itertools.starmap(BadRecord, line["rejected"]))
+                finished[line["shard"]] = FinishedShard(shard, rejected)
         _remove_all_but(out, finished)
         lines = opened.enter_context(JsonLines(state))
         if not earlier:
@@ -321,16 +341,6 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
         opened.callback(_remove_leftovers, out)
         yield UnfinishedRun(out, finished, lines)
         state.unlink()
-
-
-def _still_there(out: Path, lines: Iterable[dict]) -> Iterator[tuple[int, FinishedShard]]:
-    """Yield number and facts of the shards whose tar and index are there still."""
-    for line in lines:
-        shard = WrittenShard(**line["written"])
-        tar = out / shard.file
-        if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
-            rejected = tuple(BadRecord(*entry) for entry in line["rejected"])
-            yield line["shard"], FinishedShard(shard, rejected)
 
 
 def _remove_all_but(out: Path, kept: Mapping[int, FinishedShard]) -> None:

@@ -72,8 +72,6 @@ class JinjaTemplate:
                 if length > MAX_RENDERED:
                     raise TemplateError(f"it writes more than {MAX_RENDERED:,} characters")
                 pieces.append(piece)
-        except TemplateError:
-            raise
         except Exception as error:  # a template is a program: it may raise anything
             raise _failure(error) from error
         return "".join(pieces)

@@ -153,9 +153,11 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
     content = _caption(members, form) if form.name == "caption" else _record(members)
     unread = sorted(filter(_UNREAD_MEDIA.fullmatch, members))
     if unread and not images:
-        seen = f"KEY.{', KEY.'.join(unread)[:200]} are not read as images"
-        needed = f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
-        raise BadSample("image_count", f"{seen}; {needed}")
+        raise BadSample(
+            "image_count",
+            f"KEY.{', KEY.'.join(unread)[:200]} are not read as images; "
+            f"name images KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})",
+        )
     if form.name == "caption":
         return caption_turns(content, images, form.caption_prompt)
     refuse_unread(content)
@@ -166,15 +168,16 @@ def llava_turns(record: object, images: int) -> Turns:
     """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
     if _says_more_than_llava(record):
-        seen = "it has a system prompt beside its turns, or an answer that is not to be trained on"
         raise BadSample(
             "unread_part",
-            f"{seen}; LLaVA's format has none, use data.format=sharegpt (--format sharegpt)",
+            "it has a system prompt beside its turns, or an answer that is not to be trained on; "
+            "LLaVA's format has none, use data.format=sharegpt (--format sharegpt)",
         )
     if images and not _has_marks(turns):
-        mend = "data.format=sharegpt (--format sharegpt) adds missing marks"
         raise BadSample(
-            "image_count", f"0 {IMAGE_MARK} marks in the conversation, {images} images; {mend}"
+            "image_count",
+            f"0 {IMAGE_MARK} marks in the conversation, {images} images; "
+            "data.format=sharegpt (--format sharegpt) adds missing marks",
         )
     refuse_wrong_image_count(turns, images)
     refuse_what_would_be_lost(record, turns, images)
@@ -218,8 +221,11 @@ def sharegpt_turns(record: object, images: int) -> Turns:
     """Return the turns of a record with messages in any usual form; raises BadSample."""
     messages = first_held(record, CONVERSATION_KEYS)
     if not are_objects(messages):
-        needed = f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
-        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+        raise BadSample(
+            "no_conversation",
+            f"it needs a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}; "
+            f"{keys_or_value(record)}",
+        )
     return _conversation(record, messages, images)
 
 
@@ -246,34 +252,29 @@ def qa_turns(record: object, images: int) -> Turns:
                 messages.append({**pair, "role": role, "content": pair.get(role)})
         return _conversation(record, messages, images)
 
-    question = _question(record)
+    question = value_text(first_value(record, QUESTION_KEYS))
+    more = value_text(first_value(record, ("input",)))  # Alpaca's, behind its question
+    if question is None:
+        question = more
+    elif isinstance(question, str) and isinstance(more, str):
+        question = f"{question}\n{more}"
+    elif more is not None:
+        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
-        needed = (
-            f"{' or '.join(QUESTION_KEYS)} with "
-            f"{' or '.join(ANSWER_KEYS)}, or texts of {{user, assistant}}"
+        raise BadSample(
+            "no_conversation",
+            f"it needs {' or '.join(QUESTION_KEYS)} with {' or '.join(ANSWER_KEYS)}, "
+            f"or texts of {{user, assistant}}; {keys_or_value(record)}",
         )
-        raise BadSample("no_conversation", f"it needs {needed}; {keys_or_value(record)}")
     for pair in [*first_held(record, ("history",)), [question, answer]]:
         if not isinstance(pair, list) or len(pair) != 2:
-            needed = "pairs of a question and its answer"
-            raise BadSample("unread_part", f"its history holds {short(pair)}; write {needed}")
+            raise BadSample(
+                "unread_part",
+                f"its history holds {short(pair)}; write pairs of a question and its answer",
+            )
         messages += [*_messages("user", pair[0]), *_messages("assistant", pair[1])]
     return _conversation(record, messages, images)
-
-
-def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one.
-
-    Raises BadSample.
-    """
-    question = value_text(first_value(record, QUESTION_KEYS))
-    more = value_text(first_value(record, ("input",)))
-    if question is None or more is None:
-        return more if question is None else question
-    if not (isinstance(question, str) and isinstance(more, str)):
-        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
-    return f"{question}\n{more}"
 
 
 def _messages(speaker: str, value: object) -> list[dict]:
@@ -330,11 +331,11 @@ def interleaved_turns(record: object, images: int) -> Turns:
         texts = list(map(value_text, texts))
         is_page = all(isinstance(text, str | None) for text in texts)
     if not is_page:
-        needed = (
-            "it needs a list of texts and nulls under texts, "
-            "and under images a list with nulls for the texts"
+        raise BadSample(
+            "no_conversation",
+            "it needs a list of texts and nulls under texts, and under images a list with nulls "
+            f"for the texts; {keys_or_value(record)}",
         )
-        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
     named = first_value(record, ("images",))
     if named is None:
         named = [text is None for text in texts]
@@ -442,8 +443,9 @@ def dotted_keys(suffixes: Iterable[str]) -> str:
     """Return the remedy for messages where names of files have a dot in their key."""
     endings = tuple(f".{name}" for name in TEXT_SUFFIXES)
     if any(suffix.endswith(endings) for suffix in suffixes):
-        mend = "write the tar with other characters for dots"
-        return f"; a key ends at the first dot of a name: {mend}"
+        return (
+            "; a key ends at the first dot of a name: write the tar with other characters for dots"
+        )
     return ""
 
 
@@ -493,10 +495,14 @@ def _text(number: int, content: object) -> str:
     was_image = False
     for place, part in enumerate(parts):
         piece = part
-        is_image = False
-        if isinstance(part, dict):
-            is_image = is_image_part(part)
-            piece = _part_text(number, part, is_image)
+        is_image = isinstance(part, dict) and is_image_part(part)
+        if is_image:
+            refuse_unread_parts(number, part, ("text",))
+            piece = IMAGE_MARK
+        elif isinstance(part, dict):
+            refuse_unread_parts(number, part, IMAGE_PARTS)
+            has_text = part.get("type", "text") in TEXT_PARTS
+            piece = has_text and value_text(part.get("text"))
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
         if place and (is_image or was_image):
@@ -504,14 +510,6 @@ def _text(number: int, content: object) -> str:
         text += piece
         was_image = is_image
     return text
-
-
-def _part_text(number: int, part: dict, is_image: bool) -> object:
-    if is_image:
-        refuse_unread_parts(number, part, ("text",))
-        return IMAGE_MARK
-    refuse_unread_parts(number, part, IMAGE_PARTS)
-    return value_text(part.get("text")) if part.get("type", "text") in TEXT_PARTS else None
 
 
 def is_image_part(part: dict) -> bool:

@@ -209,8 +209,10 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not are_objects(turns):
-        needed = "it needs a list `conversations` of {from, value}"
-        raise BadSample("no_conversation", f"{needed}; {keys_or_value(record)}")
+        raise BadSample(
+            "no_conversation",
+            f"it needs a list `conversations` of {{from, value}}; {keys_or_value(record)}",
+        )
     read = []
     for number, turn in enumerate(turns):
         speaker = turn.get("from")
@@ -377,9 +379,10 @@ def read_image(
         file = image_file(folder, name)
         path = file.resolve()
         if not path.is_relative_to(folder):
-            mend = "copy the files there, or name the folder that holds all of them by --images"
             raise BadSample(
-                "outside_images", f"{name}: leads out of the images folder, to {path}; {mend}"
+                "outside_images",
+                f"{name}: leads out of the images folder, to {path}; "
+                "copy the files there, or name the folder that holds all of them by --images",
             )
         if not path.exists():
             seen = "no such file in the images folder"
@@ -447,8 +450,10 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
-        detail = f"{len(content):,} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
-        raise BadSample("undecodable_image", detail) from None
+        raise BadSample(
+            "undecodable_image",
+            f"{len(content):,} bytes in none of the formats {', '.join(IMAGE_FORMATS)}",
+        ) from None
     except Image.DecompressionBombError as error:
         raise BadSample("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
@@ -473,12 +478,16 @@ def refuse_unreadable(image: Image.Image, scale: float = 1) -> None:
     The side counts once it is `scale` times as long.
     """
     if image.mode in _UNREAD_MODES:
-        seen = f"its pixels (Pillow's mode {image.mode}) have no known range"
-        raise BadSample("undecodable_image", f"{seen}; save it with 8 or 16 bits a channel")
-    if max(image.size) * max(scale, 1) > MAX_SIDE:
-        seen = f"{image.width} x {image.height} pixels"
         raise BadSample(
-            "too_many_pixels", f"{seen}, too long and thin: a side is over {MAX_SIDE:,}"
+            "undecodable_image",
+            f"its pixels (Pillow's mode {image.mode}) have no known range; "
+            "save it with 8 or 16 bits a channel",
+        )
+    if max(image.size) * max(scale, 1) > MAX_SIDE:
+        raise BadSample(
+            "too_many_pixels",
+            f"{image.width} x {image.height} pixels, too long and thin: "
+            f"a side is over {MAX_SIDE:,}",
         )
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation, dotted_keys
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
-from mmtrain.layouts.layout import Tiling
+from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.layouts.layout import ImageLayout, Tiling
+from mmtrain.layouts.square import ONE_SQUARE
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -38,7 +42,13 @@ class Sample:
         return f"{self.shard}: sample {escape(self.key)}"
 
     def quarantined(self, error: BadSample) -> QuarantinedSample:
-        return QuarantinedSample(self.key, self.shard, self.offset, error.reason, error.detail)
+        return QuarantinedSample(
+            self.key,
+            self.shard,
+            self.offset,
+            error.reason,
+            error.detail,
+        )
 
 
 def without_images(sample: Sample) -> Sample:
@@ -86,6 +96,22 @@ class QuarantinedSample:
         return f"{self.shard}: sample {escape(self.key)}: {self.reason}: {escape(self.detail)}"
 
 
+@dataclass(frozen=True)
+class Tokenization:
+    """The way to the tokens of a sample's text."""
+
+    tokenizer: str  # of an LLM: its folder, or its name
+    template: str  # as data.template
+    layout: ImageLayout = ONE_SQUARE
+    form: SampleFormat = LLAVA
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name under which indexes hold the lengths of these texts; raises UserError."""
+        folder = model_folder(self.tokenizer)
+        return text_fingerprint(folder, self.template, self.layout.texts, self.form.wording)
+
+
 def image_number(suffix: str) -> int | None:
     """Return the number of the image that a lower-case suffix names: 0 for `jpg`, 2 for `2.jpg`.
 
@@ -122,4 +148,10 @@ def read_sample(
 ) -> Sample:
     """Read a sample from a shard's members, bytes by lower-case suffix; raises BadSample."""
     images = tuple(members[suffix] for suffix in image_suffixes(members))
-    return Sample(key, shard, conversation(members, len(images), form), images, offset)
+    return Sample(
+        key,
+        shard,
+        conversation(members, len(images), form),
+        images,
+        offset,
+    )

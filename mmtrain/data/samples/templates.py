@@ -24,23 +24,124 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from mmtrain.base.errors import UserError
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
-from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
+from mmtrain.data.samples.sample import (
+    IGNORE,
+    IMAGE_POSITION,
+    Document,
+    Sample,
+    Tokenization,
+    without_images,
+)
 from mmtrain.facts.model_files import foreign_files, model_folder, read_json
 from mmtrain.facts.tokenizer_files import (
     missing_marks,
     panics_told,
-    text_fingerprint,
     tokenizer_files,
 )
 from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
-from mmtrain.layouts.square import ONE_SQUARE
 
 BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 
 
-class PlainTemplate:
+class _Template:
+    """What all templates share: a tokenizer, with the texts and tokens of images."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: ImageLayout,
+        vocab_size: int,
+    ) -> None:
+        """Raises UserError for a tokenizer that lacks the layout's marks."""
+        self.tokenizer = tokenizer
+        self.name = tokenizer.name_or_path
+        self.layout = layout
+        self.vocab_size = vocab_size
+        lacking = [mark for mark in layout.marks if mark not in tokenizer.added_tokens_encoder]
+        if lacking:
+            raise missing_marks(layout.name, lacking, self.name)
+        self.image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
+        # None is of an empty text, as exports name marks that they do not write
+        self.special_ids = set(tokenizer.all_special_ids) - {None}
+        for token, added in tokenizer.added_tokens_decoder.items():
+            if added.special:
+                self.special_ids.add(token)
+        special = tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
+        self.special_texts = any_of(filter(IMAGE_MARK.__ne__, special))
+
+    def _refuse_special(self, turns: Turns) -> None:
+        for speaker, text in turns:
+            if mark := self.special_texts.search(text):
+                raise BadSample(
+                    "template",
+                    f"a turn from {speaker} holds {mark[0]!r}, "
+                    f"a special token of {self.name}, which could end the turn",
+                )
+
+    def _text_and_runs(self, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
+        """Return images' text, with <image> for each run of positions, and the runs' lengths."""
+        text = ""
+        runs = []
+        for piece in itertools.chain.from_iterable(map(self.layout.pieces, tilings)):
+            if isinstance(piece, int):
+                runs.append(piece)
+                piece = IMAGE_MARK
+            text += piece
+        return text, runs
+
+    def _refuse_unread_marks(self, ids: Sequence[int], runs: Sequence[int]) -> None:
+        if (read := ids.count(self.image_id)) != len(runs):
+            raise BadSample(
+                "template",
+                f"{len(runs)} images or tiles, but the tokenizer of {self.name} reads {read} "
+                f"{IMAGE_MARK} tokens in their text; {IMAGE_MARK} must be an added token with "
+                "normalized: false and single_word: false",
+            )
+
+    def _expanded(
+        self,
+        ids: Sequence[int],
+        supervised: Sequence[bool],
+        runs: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """Return input_ids and labels, with the positions of a run in place of each <image>."""
+        lengths = iter(runs)
+        input_ids = []
+        labels = []
+        for token, is_supervised in zip(ids, supervised, strict=True):
+            positions = 1
+            label = token if is_supervised else IGNORE
+            if token == self.image_id:
+                positions = next(lengths)
+                token = IMAGE_POSITION
+                label = IGNORE
+            input_ids += [token] * positions
+            labels += [label] * positions
+        return input_ids, labels
+
+    def _document(
+        self,
+        sample: Sample,
+        tilings: tuple[Tiling, ...],
+        input_ids: list[int],
+        labels: list[int],
+    ) -> Document:
+        """Shift the labels; raises UserError for ids without an embedding."""
+        if max(input_ids) >= self.vocab_size:
+            raise UserError(
+                f"{sample.where}: the tokenizer of {self.name} makes token {max(input_ids)}, but "
+                f"the model's embedding has {self.vocab_size} rows: they do not belong together"
+            )
+        return Document(
+            sample,
+            tuple(input_ids),
+            (*labels[1:], IGNORE),
+            tilings,
+        )
+
+
+class PlainTemplate(_Template):
     """LLaVA's stage 1: images, then the caption, nothing else.
 
     [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system
@@ -64,19 +165,14 @@ class PlainTemplate:
                 "data.template: plain ends captions with the EOS token, but the tokenizer of "
                 f"{tokenizer.name_or_path} has none. Set eos_token in its tokenizer_config.json"
             )
-        self.tokenizer = tokenizer
-        self.layout = layout
-        self.vocab_size = vocab_size
         self.prefix: list[int] = []
         with panics_told(tokenizer.name_or_path):
             first = tokenizer("a").input_ids[:1]
         if first == [tokenizer.bos_token_id]:
             self.prefix = first
-        special = tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer)))
-        self.special_texts = any_of(filter(IMAGE_MARK.__ne__, special))
-        _refuse_missing_marks(tokenizer, layout)
-        self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else tokenizer
-        self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
+        if layout.has_texts:
+            tokenizer = with_marks(tokenizer, IMAGE_MARK)
+        super().__init__(tokenizer, layout, vocab_size)
         try:
             self._images((layout.tiling(1, 1),))
         except BadSample as error:
@@ -93,14 +189,13 @@ class PlainTemplate:
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
-            seen = (
-                f"it has {len(speakers) // 2} questions and answers, "
-                "which data.template=chat or llava_v1 takes"
-            )
             raise BadSample(
-                "template", f"the plain template takes one question and one answer; {seen}"
+                "template",
+                "the plain template takes one question and one answer; "
+                f"it has {len(speakers) // 2} questions and answers, "
+                "which data.template=chat or llava_v1 takes",
             )
-        _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
+        self._refuse_special(sample.turns[-1:])
 
         # All images that the question has come first, those inside the caption in their places.
         texts = caption.split(IMAGE_MARK)
@@ -114,27 +209,27 @@ class PlainTemplate:
             input_ids += ids + image
             labels += ids + [IGNORE] * len(image)
         end = self.tokenizer.eos_token_id
-        return _document(sample, tilings, [*input_ids, end], [*labels, end], self)
+        return self._document(sample, tilings, [*input_ids, end], [*labels, end])
 
     def _images(self, tilings: Sequence[Tiling]) -> list[int]:
         """Return the tokens of all images with the texts around them.
 
         They are tokenized together, as stock processors do.
         """
-        text, runs = _text_and_runs(self.layout, tilings)
+        text, runs = self._text_and_runs(tilings)
         if text == IMAGE_MARK * len(runs):
             return [IMAGE_POSITION] * sum(runs)
         ids = self._ids(text)
-        _refuse_unread_marks(ids, self.image_id, runs, self.tokenizer.name_or_path)
-        input_ids, _ = _expanded(ids, [False] * len(ids), self.image_id, runs)
+        self._refuse_unread_marks(ids, runs)
+        input_ids, _ = self._expanded(ids, [False] * len(ids), runs)
         return input_ids
 
     def _ids(self, text: str) -> list[int]:
-        with panics_told(self.tokenizer.name_or_path):
-            return self.encoder(text, add_special_tokens=False).input_ids
+        with panics_told(self.name):
+            return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
-class ChatTemplate:
+class ChatTemplate(_Template):
     """A template in Jinja, the tokenizer's own or another: all turns, every answer supervised.
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference; then
@@ -158,31 +253,30 @@ class ChatTemplate:
 
         A tokenizer needs a chat template and character offsets.
         """
-        self.name = tokenizer.name_or_path
         called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: {called} finds answers by character offsets, "
-                f"but the tokenizer of {self.name} ({type(tokenizer).__name__}) has none. "
-                "Save a fast one (tokenizer.json) into the model's folder, or, "
-                "for captions of images, set data.template=plain"
+                f"data.template: {called} finds answers by character offsets, but the tokenizer "
+                f"of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has none. Save a fast "
+                "one (tokenizer.json) into the model's folder, or, for captions of images, set "
+                "data.template=plain"
             )
-        self.tokenizer = with_marks(tokenizer, IMAGE_MARK)
-        self.layout = layout
-        self.vocab_size = vocab_size
-        self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
-        _refuse_missing_marks(tokenizer, layout)
-        special = _special_ids(self.tokenizer) - {self.image_id}
+        super().__init__(with_marks(tokenizer, IMAGE_MARK), layout, vocab_size)
+        special = self.special_ids - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
         # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it
         # begins the next text.
         self.end_marks = special - {self.tokenizer.unk_token_id, self.tokenizer.bos_token_id}
         if self.tokenizer.eos_token_id is not None:
             self.end_marks.add(self.tokenizer.eos_token_id)
-        self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
         try:
             end_marks = self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks))
-            self.chat = ChatText(self.tokenizer, end_marks, template, layout.prompt_text)
+            self.chat = ChatText(
+                self.tokenizer,
+                end_marks,
+                template,
+                layout.prompt_text,
+            )
             self._tokens(PROBE, (layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(
@@ -196,9 +290,9 @@ class ChatTemplate:
 
         Raises BadSample for turns that cannot be written and masked faithfully.
         """
-        _refuse_special(self.special_texts, sample.turns, self.name)
+        self._refuse_special(sample.turns)
         tilings = tilings_of(sample, self.layout)
-        return _document(sample, tilings, *self._tokens(sample.turns, tilings), self)
+        return self._document(sample, tilings, *self._tokens(sample.turns, tilings))
 
     def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[int]]:
         """Return input_ids and labels that are not shifted; raises BadSample."""
@@ -209,14 +303,14 @@ class ChatTemplate:
         images = []
         positions = []
         for tiling in tilings:
-            written, runs = _text_and_runs(self.layout, (tiling,))
+            written, runs = self._text_and_runs((tiling,))
             images.append(written)
             positions += runs
         text, spans, around = _wrapped(text, spans, images)
         encoding = self._encoded(text)
         ids = encoding.ids
         offsets = encoding.offsets
-        _refuse_unread_marks(ids, self.image_id, positions, self.name)
+        self._refuse_unread_marks(ids, positions)
         in_answer = _overlapping(ids, offsets, spans, self.added_ids)
         answers = []  # places of their tokens
         for is_answer, places in itertools.groupby(range(len(ids)), in_answer.__getitem__):
@@ -250,7 +344,7 @@ class ChatTemplate:
         if around:
             wrapping = _overlapping(ids, offsets, around, self.added_ids)
             in_answer = [now and not wraps for now, wraps in zip(in_answer, wrapping, strict=True)]
-        return _expanded(ids, in_answer, self.image_id, positions)
+        return self._expanded(ids, in_answer, positions)
 
     def _encoded(self, text: str) -> Encoding:
         with panics_told(self.name):
@@ -318,97 +412,6 @@ def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
         return tuple(layout.tiling(*size, images) for size in sample.sizes or ((0, 0),) * images)
     except UnfitImage as error:
         raise BadSample("unfit_shape", str(error)) from None
-
-
-def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
-    """Return the text of images, with <image> for each run of positions, and the runs' lengths."""
-    text = ""
-    runs = []
-    for piece in itertools.chain.from_iterable(map(layout.pieces, tilings)):
-        if isinstance(piece, int):
-            runs.append(piece)
-            piece = IMAGE_MARK
-        text += piece
-    return text, runs
-
-
-def _expanded(
-    ids: Sequence[int],
-    supervised: Sequence[bool],
-    image_id: int,
-    runs: Sequence[int],
-) -> tuple[list[int], list[int]]:
-    """Return input_ids and labels, with the positions of a run in place of each <image> token."""
-    lengths = iter(runs)
-    input_ids = []
-    labels = []
-    for token, is_supervised in zip(ids, supervised, strict=True):
-        positions = 1
-        label = token if is_supervised else IGNORE
-        if token == image_id:
-            positions = next(lengths)
-            token = IMAGE_POSITION
-            label = IGNORE
-        input_ids += [token] * positions
-        labels += [label] * positions
-    return input_ids, labels
-
-
-def _refuse_unread_marks(
-    ids: Sequence[int],
-    image_id: int,
-    runs: Sequence[int],
-    tokenizer: str,
-) -> None:
-    if (read := ids.count(image_id)) != len(runs):
-        raise BadSample(
-            "template",
-            f"{len(runs)} images or tiles, "
-            f"but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their text; "
-            f"{IMAGE_MARK} must be an added token with normalized: false and single_word: false",
-        )
-
-
-def _document(
-    sample: Sample,
-    tilings: tuple[Tiling, ...],
-    input_ids: list[int],
-    labels: list[int],
-    template: Template,
-) -> Document:
-    """Shift the labels; raises UserError for ids without an embedding."""
-    if max(input_ids) >= template.vocab_size:
-        raise UserError(
-            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} "
-            f"makes token {max(input_ids)}, "
-            f"but the model's embedding has {template.vocab_size} rows: they do not belong together"
-        )
-    return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    # None is of an empty text, as exports name marks that they do not write
-    special = set(tokenizer.all_special_ids) - {None}
-    for token, added in tokenizer.added_tokens_decoder.items():
-        if added.special:
-            special.add(token)
-    return special
-
-
-def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
-    for speaker, text in turns:
-        if mark := special_texts.search(text):
-            raise BadSample(
-                "template",
-                f"a turn from {speaker} holds {mark[0]!r}, "
-                f"a special token of {tokenizer}, which could end the turn",
-            )
-
-
-def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> None:
-    lacking = [mark for mark in layout.marks if mark not in tokenizer.added_tokens_encoder]
-    if lacking:
-        raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
 
 
 def _wrapped(text: str, spans: list[Span], images: list[str]) -> tuple[str, list[Span], list[Span]]:
@@ -493,29 +496,12 @@ def _overlapping(
 class TextCounter:
     """Counts a sample's tokens by the template that training tokenizes with."""
 
-    def __init__(
-        self,
-        tokenizer_path: str,
-        template: str,
-        layout: ImageLayout = ONE_SQUARE,
-        form: SampleFormat = LLAVA,
-    ) -> None:
-        self.arguments = tokenizer_path, template, layout, form
-        self.form = form  # of the samples that are counted
-        self.fingerprint = text_fingerprint(
-            model_folder(tokenizer_path),
-            template,
-            layout.texts,
-            form.wording,
-        )
-        self.layout = layout.of_texts
+    def __init__(self, how: Tokenization) -> None:
+        self.how = how
+        self.layout = how.layout.of_texts
+        tokenizer = load_tokenizer(how.tokenizer)
         # The tokens' number does not depend on the size of the embedding.
-        self.template = make_template(
-            template,
-            load_tokenizer(tokenizer_path),
-            self.layout,
-            sys.maxsize,
-        )
+        self.template = make_template(how.template, tokenizer, self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
@@ -524,8 +510,8 @@ class TextCounter:
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
-        return TextCounter, self.arguments  # a jinja2 template cannot be pickled
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[Tokenization]]:
+        return TextCounter, (self.how,)  # a jinja2 template cannot be pickled
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

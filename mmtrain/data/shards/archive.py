@@ -158,8 +158,10 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
             extensions[keyword] = content[record.end() : end - 1]
         at = end
     if extensions and kind == tarfile.XGLTYPE:
-        given = " and ".join(sorted(extensions))
-        raise UserError(f"{path}: a global header at byte {offset} gives all files one {given}")
+        raise UserError(
+            f"{path}: a global header at byte {offset} gives all files one "
+            f"{' and '.join(sorted(extensions))}"
+        )
     return extensions
 
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
@@ -31,7 +32,7 @@ from mmtrain.data.samples.formats import (
     text_suffix,
 )
 from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
-from mmtrain.data.samples.sample import read_sample
+from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
@@ -42,25 +43,17 @@ AUTO: SampleFormatName = "auto"
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
 
-def sample_format(
-    name: SampleFormatName,
-    caption_key: str | None,
-    caption_prompt: str,
-    shards: Sequence[Path],
-    key: str,
-) -> SampleFormat:
-    """Return the format of this name.
-
-    For `auto` the `best` of the `candidates` on the first samples, and log it.
+def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> SampleFormat:
+    """Return the format that is asked for; for `auto` the best one on the first samples, logged.
 
     `key` is the configuration's name for the shards. Raises UserError where no format reads any
     sample.
     """
-    if name != AUTO:
-        return SampleFormat(name, caption_key, caption_prompt)
+    if asked.name != AUTO:
+        return asked
     first = _first_samples(shards, key)
     records = [record for record in map(json_record, first) if isinstance(record, dict)]
-    forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(records)]
+    forms = [replace(asked, name=name) for name in candidates(records)]
     faults = []
     for form in forms:
         judged = (_fault(members, form) for members in first)
@@ -98,7 +91,7 @@ def sample_format(
     )
     if form.name == "caption" and any(first_value(record, QUESTION_KEYS) for record in records):
         _log.warning(
-            f"{key}: KEY.json has an unread question; captions answer {caption_prompt!r} "
+            f"{key}: KEY.json has an unread question; captions answer {asked.caption_prompt!r} "
             "(data.caption_prompt). If an answer is beside it, data.format=qa reads both"
         )
     return form
@@ -113,23 +106,18 @@ def _most_frequent(faults: list[BadSample]) -> str:
     return f"{count} {reason}: {escape(examples[reason])}"
 
 
-def refuse_useless_shards(
-    shards: Sequence[Path],
-    fingerprint: str,
-    form: SampleFormat,
-    key: str,
-) -> None:
+def refuse_useless_shards(shards: Sequence[Path], how: Tokenization, key: str) -> None:
     """Raise UserError if no sample of indexed shards can be trained on.
 
     Warn of single shards without any.
     """
-    useless = [shard for shard in shards if not indexed_texts(shard).get(fingerprint)]
+    useless = [shard for shard in shards if not indexed_texts(shard).get(how.fingerprint)]
     if not useless:
         return
     reasons = Counter()
     for shard in useless:
         index = read_index(shard)
-        faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
+        faults = {**index.texts[how.fingerprint].faults, **index.faults[how.form.reading]}
         reasons.update(reason for reason, _ in faults.values())
     why = listed_reasons(reasons, "; ") or "no samples"
 
@@ -142,7 +130,7 @@ def refuse_useless_shards(
             remedy = "set data.template to one that holds them"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, "
-            f"read as {form.name} ({why}). Fix them, or {remedy}"
+            f"read as {how.form.name} ({why}). Fix them, or {remedy}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "

@@ -30,7 +30,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, SampleFormat, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadSample, image_size
-from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
+from mmtrain.data.samples.sample import (
+    Sample,
+    Tokenization,
+    image_number,
+    image_suffixes,
+    read_sample,
+)
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
     MEND,
@@ -45,10 +51,6 @@ from mmtrain.data.shards.index import (
     write_index,
 )
 from mmtrain.data.shards.pool import Advance, worker_pool
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.tokenizer_files import text_fingerprint
-from mmtrain.layouts.layout import ImageLayout
-from mmtrain.layouts.square import ONE_SQUARE
 from mmtrain.runtime.gpus import usable_cores
 
 if TYPE_CHECKING:
@@ -61,34 +63,24 @@ _CHUNK = 1 << 20  # bytes
 
 def ensure_indexes(
     tars: Sequence[Path],
-    tokenizer_path: str,
-    template: str,
-    layout: ImageLayout = ONE_SQUARE,
-    form: SampleFormat = LLAVA,
+    how: Tokenization,
     *,
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Make or complete the indexes for this tokenizer, template, layout and format.
+    """Make or complete the indexes with text lengths as `how` makes them.
 
     `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets
     a progress bar. Raises UserError for indexes that are stale or damaged: their checksums are the
     only record of what the tars hold.
     """
-    fingerprint = text_fingerprint(
-        model_folder(tokenizer_path),
-        template,
-        layout.texts,
-        form.wording,
-    )
-    missing = unready_shards(tars, fingerprint)
+    missing = unready_shards(tars, how.fingerprint)
     if missing:
         _log.info(
             f"indexing {len(missing):,} of {len(tars):,} shards (once; "
             "the indexes are kept beside them)"
         )
-        text = tokenizer_path, template, layout, form
-        build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
+        build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
@@ -112,16 +104,13 @@ def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
 
 def build_indexes(
     tars: Sequence[Path],
-    tokenizer_path: str,
-    template: str,
-    layout: ImageLayout = ONE_SQUARE,
-    form: SampleFormat = LLAVA,
+    how: Tokenization,
     *,
-    workers: int,
+    workers: int = 1,
     rebuild: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Give each tar an index with text lengths under this tokenizer, template, layout and format.
+    """Give each tar an index with text lengths as `how` makes them.
 
     An index that is there is completed; with `rebuild` it is made anew, without other formats and
     lengths. Raises UserError, after all others are done, for shards that cannot be indexed. Cost: a
@@ -130,11 +119,7 @@ def build_indexes(
     # imports torch: once, before workers are forked
     from mmtrain.data.samples.templates import TextCounter
 
-    index = functools.partial(
-        _index_shard,
-        TextCounter(tokenizer_path, template, layout, form),
-        rebuild,
-    )
+    index = functools.partial(_index_shard, TextCounter(how), rebuild)
     failures = []
     done = samples = 0
 
@@ -171,12 +156,13 @@ def _index_shard(
             # a process with another tokenizer waits, and then adds its lengths to these
             lock(stream)
             index = None
-            form = count.form
+            form = count.how.form
+            fingerprint = count.how.fingerprint
             lengths = TextLengths([])
             if not rebuild:
                 with contextlib.suppress(MissingIndex):
                     index = read_index(tar)
-            if index is not None and count.fingerprint in index.texts:
+            if index is not None and fingerprint in index.texts:
                 return None
 
             def measure(sample: Sample | BadSample | None) -> None:
@@ -195,7 +181,7 @@ def _index_shard(
                         f"If the samples are right: {MEND} {tar}"
                     )
                 index.faults |= scanned.faults
-            index.texts[count.fingerprint] = lengths
+            index.texts[fingerprint] = lengths
             write_index(tar, index)
     except OSError as error:
         return UserError(f"{tar}: cannot be read ({error.strerror})")
@@ -326,7 +312,13 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
             except BadSample as error:
                 fault = (error.reason, f"{suffix}: {error.detail}")
         text = content if is_text and file.size <= limit else b""
-        yield _File(key, Member(suffix, file.offset, file.size, crc32), text, size, fault)
+        yield _File(
+            key,
+            Member(suffix, file.offset, file.size, crc32),
+            text,
+            size,
+            fault,
+        )
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:

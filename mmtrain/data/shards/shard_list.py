@@ -219,11 +219,10 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     if target.is_file():
         return target
     if not command or command[0] not in allowed:
-        names = ", ".join(allowed) or "none"
         raise UserError(
-            f"{key}: {url!r} would run a program, but data.allow_pipe allows only {names}. "
-            "If you trust it, give data.allow_pipe=[PROGRAM] on the command line, after a CONFIG, "
-            "or download the shards and name the files"
+            f"{key}: {url!r} would run a program, but data.allow_pipe allows only "
+            f"{', '.join(allowed) or 'none'}. If you trust it, give data.allow_pipe=[PROGRAM] on "
+            "the command line, after a CONFIG, or download the shards and name the files"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -52,15 +52,34 @@ def verify_shard(
     except MissingIndex:
         raise
     except OSError as error:
-        return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
+        return [
+            DamagedMember(
+                str(tar),
+                None,
+                None,
+                f"{tar}: cannot be read ({error.strerror})",
+            )
+        ]
     except UserError as error:  # the index is damaged, or of a tar of another size
-        return [DamagedMember(str(tar), None, None, str(error))]
+        return [
+            DamagedMember(
+                str(tar),
+                None,
+                None,
+                str(error),
+            )
+        ]
     keys = {}
     for key, members in zip(index.keys, index.members, strict=True):
         for member in members:
             keys[member.offset] = key
     return [
-        DamagedMember(str(tar), keys.get(offset), offset, "; ".join(faults[offset]))
+        DamagedMember(
+            str(tar),
+            keys.get(offset),
+            offset,
+            "; ".join(faults[offset]),
+        )
         for offset in sorted(faults)
     ]
 
@@ -96,9 +115,10 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
                 name = f"{key}.{member.suffix}"
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
-                    seen = f"{file.name!r}, {file.size:,} bytes at byte {file.offset:,}"
-                    indexed = f"{name!r}, {member.size:,} bytes"
-                    return at, f"its header says {seen}, but the index says {indexed}"
+                    return at, (
+                        f"its header says {file.name!r}, {file.size:,} bytes at byte "
+                        f"{file.offset:,}, but the index says {name!r}, {member.size:,} bytes"
+                    )
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
             return file.offset, f"{file.name!r} is not in the index"

@@ -23,7 +23,6 @@ from mmtrain.base.collectives import gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape
-from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import EpochPlan
@@ -62,7 +61,6 @@ class SampleLog:
 
     def __init__(
         self,
-        config: RunConfig,
         packed: PackedBatches,
         group: dist.ProcessGroup | None,
         folder: Path,
@@ -76,7 +74,7 @@ class SampleLog:
         `held_out` are samples that are left out of the evaluation; `state` is the `state_dict`
         before the first step of `packed`.
         """
-        self.config = config
+        self.config = packed.config
         self.packed = packed
         self.order = packed.order
         self.group = group
@@ -90,7 +88,8 @@ class SampleLog:
         self._quarantined: Counter[int] = Counter()
         self._read = self._lost = 0  # samples, over all replicas
         self._epoch = 0  # the first that is not complete
-        self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
+        # that is accounted for
+        self._first_pack = packed.first_step * self.config.train.packs_per_step
         unusable = list(packed.catalog.faults.values())
         if state is not None:
             self._first_pack = state["first_pack"]
@@ -107,7 +106,7 @@ class SampleLog:
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
         plan = self.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable)
-        has_ledger = self.writes and config.data.ledger
+        has_ledger = self.writes and self.config.data.ledger
         self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
@@ -256,8 +255,10 @@ class SampleLog:
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
         first = faults[0][2]
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        detail = f"{escape(first.key)} ({first.reason}: {escape(first.detail)})"
-        _log.warning(f"quarantined {detail}{more}; see {self.quarantine_file}")
+        _log.warning(
+            f"quarantined {escape(first.key)} ({first.reason}: {escape(first.detail)}){more}; "
+            f"see {self.quarantine_file}"
+        )
 
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""

@@ -20,7 +20,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import counted
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, text_suffix
 from mmtrain.data.samples.records import (
@@ -39,6 +40,7 @@ from mmtrain.data.samples.records import (
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
+    Tokenization,
     image_number,
     read_sample,
     without_images,
@@ -48,9 +50,7 @@ from mmtrain.data.shards.index import MAKE, Faults, Member, ShardIndex, checksum
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.facts.connectors import image_layout
-from mmtrain.facts.model_files import model_folder
-from mmtrain.facts.tokenizer_files import text_fingerprint
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
 OPEN_FILES = 64  # shards kept open, those read last
@@ -126,16 +126,9 @@ def _data_set(
     name: str = "",
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
-    detected = sample_format(form, data.caption_key, data.caption_prompt, tars, key)
+    asked = SampleFormat(form, data.caption_key, data.caption_prompt)
+    detected = sample_format(asked, tars, key)
     return DataSet(tars, weight, name, detected)
-
-
-def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
-    """Group the shards of data sets by the format of their samples."""
-    shards = {}
-    for one in sets:
-        shards.setdefault(one.form, []).extend(one.shards)
-    return shards
 
 
 class Catalog:
@@ -226,8 +219,10 @@ class Catalog:
             if self.layout.takes_images:
                 for width, height in sizes:
                     if width * height > self.max_image_pixels:
-                        limit = f"data.max_image_pixels is {self.max_image_pixels:,}"
-                        detail = f"{width} x {height} pixels; {limit}"
+                        detail = (
+                            f"{width} x {height} pixels; "
+                            f"data.max_image_pixels is {self.max_image_pixels:,}"
+                        )
                         faults.setdefault(place, ("too_many_pixels", detail))
             elif sizes and not self.layout.strips:
                 faults.setdefault(place, ("no_encoder", f"{len(sizes)} images"))
@@ -235,7 +230,13 @@ class Catalog:
             lengths[place] = UNUSABLE
             key = _full_key(one.name, index.keys[place])
             offset = index.members[place][0].offset
-            self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
+            self.faults[first + place] = QuarantinedSample(
+                key,
+                str(shard),
+                offset,
+                reason,
+                detail,
+            )
 
         planned = lengths.copy()
         if self.held_out_fraction is not None:
@@ -300,7 +301,13 @@ class Catalog:
         key = _full_key(one.name, stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
-        return Place(key, self.shards[shard], tuple(members), one.form, sizes)
+        return Place(
+            key,
+            self.shards[shard],
+            tuple(members),
+            one.form,
+            sizes,
+        )
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
@@ -313,17 +320,13 @@ class Catalog:
             place = self.find(number)
             room = f"{capacity.tokens} tokens"
             if capacity.tiles is not None:
-                room += f" and {_tiles(capacity.tiles)}"
+                room += f" and {counted(capacity.tiles, 'tile')}"
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{self.lengths[number]} tokens and {_tiles(tiles[number])} do not fit into a pack "
-                f"of {room} ({int(wrong.sum()):,} samples in all do not). "
+                f"{self.lengths[number]} tokens and {counted(tiles[number], 'tile')} do not fit "
+                f"into a pack of {room} ({int(wrong.sum()):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
-
-
-def _tiles(count: int) -> str:
-    return f"{count:,} tile" if count == 1 else f"{count:,} tiles"
 
 
 def load_catalog(
@@ -336,16 +339,25 @@ def load_catalog(
     Missing indexes are made.
     """
     data = config.data
-    llm = config.model.llm.path
-    layout = image_layout(config)
-    # The launcher has made them; a rank that has to, without one, shares its cores with others.
-    for form, shards in shards_by_form(sets).items():
-        ensure_indexes(shards, llm, data.template, layout, form, workers=1)
-    folder = model_folder(llm)
-    texts = [
-        text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets
-    ]
-    return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
+    layout = models_of(config).layout
+    texts = []
+    for one in sets:
+        how = Tokenization(
+            config.model.llm.path,
+            data.template,
+            layout,
+            one.form,
+        )
+        # The launcher has made them; a rank that has to, without one, shares its cores with others.
+        ensure_indexes(one.shards, how, workers=1)
+        texts.append(how.fingerprint)
+    return Catalog(
+        sets,
+        texts,
+        layout,
+        data.max_image_pixels,
+        held_out_fraction,
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -427,8 +439,10 @@ class Reader:
                 elif is_image or member.suffix == text:
                     limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES
                     if member.size > limit:
-                        detail = f"{member.suffix}: {member.size:,} bytes; at most {limit:,}"
-                        raise BadSample("too_many_bytes", detail)
+                        raise BadSample(
+                            "too_many_bytes",
+                            f"{member.suffix}: {member.size:,} bytes; at most {limit:,}",
+                        )
                     content = contents[member.suffix] = self._read(place.shard, member)
                     if zlib.crc32(content) != member.crc32:
                         offset = member.offset

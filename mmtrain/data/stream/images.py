@@ -242,9 +242,17 @@ def image_transform(
         raise no_model(name)
     size, mean, std, interpolation = images
     if interpolation.upper() not in Image.Resampling.__members__:
-        names = ", ".join(member.lower() for member in Image.Resampling.__members__)
+        names = ", ".join(Image.Resampling.__members__)
         raise UserError(
-            f"model.vision.name: {name} resizes by {interpolation!r}; needed is one of {names}"
+            f"model.vision.name: {name} resizes by {interpolation!r}; "
+            f"needed is one of {names.lower()}"
         )
     side = tile_size or int(size)
-    return ImageTransform(side, tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels)
+    return ImageTransform(
+        side,
+        tuple(mean),
+        tuple(std),
+        interpolation,
+        fit or "pad",
+        max_pixels,
+    )

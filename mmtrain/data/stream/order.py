@@ -74,60 +74,6 @@ class PlannedPack:
     samples: tuple[int, ...]
 
 
-def plan_epoch(
-    sets: Sequence[SampleSet],
-    seed: int,
-    epoch: int,
-    capacity: Capacity,
-    shuffle_shards: int,
-    pack_window: int,
-) -> EpochPlan:
-    """Draw and pack one epoch.
-
-    A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch is
-    cut into groups of about `shuffle_shards` shards (of small shards as many as hold `pack_window`
-    samples), each with its share of every set. Samples are permuted within a group, whose windows
-    of about `pack_window` samples are packed one by one.
-
-    Cost: windows of 4096 fill packs 0.2% less than packing the whole epoch would, of 1024 1.1%.
-    558,128 samples take half a second of one core and 40 MB.
-    """
-    lengths = np.concatenate([one.lengths for one in sets])
-    tiles = np.concatenate([one.tiles for one in sets])
-    offsets = np.cumsum([0, *(len(one.lengths) for one in sets)])
-    sequences = []
-    drawn = overlong = unusable = 0
-    for number, one in enumerate(sets):
-        sequence = offsets[number] + _set_sequence(one, f"{seed} {epoch} {number}")
-        usable = lengths[sequence] != UNUSABLE
-        fits = lengths[sequence] <= capacity.tokens
-        if capacity.tiles is not None:
-            fits &= tiles[sequence] <= capacity.tiles
-        drawn += len(sequence)
-        unusable += int((~usable).sum())
-        overlong += int((usable & ~fits).sum())
-        sequences.append(sequence[usable & fits])
-
-    samples = [np.empty(0, np.int64)]
-    sizes = [0]
-    shards = sum(one.weight * len(one.shard_sizes) for one in sets)
-    groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
-    for group in range(groups):
-        parts = []
-        for each in sequences:
-            begin = group * len(each) // groups
-            end = (group + 1) * len(each) // groups
-            parts.append(each[begin:end])
-        draw = _random(f"group {seed} {epoch} {group}")
-        members = draw.permutation(np.concatenate(parts))
-        for window in np.array_split(members, max(1, round(len(members) / pack_window))):
-            packs = pack_best_fit(lengths[window], capacity, tiles[window])
-            packs = [packs[position] for position in draw.permutation(len(packs))]
-            samples.append(window[list(chain.from_iterable(packs))])
-            sizes += map(len, packs)
-    return EpochPlan(np.concatenate(samples), np.cumsum(sizes), drawn, overlong, unusable)
-
-
 def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
     """Return int64 positions in a set as an epoch draws them, without held-out samples."""
     sizes = one.shard_sizes.astype(np.int64)
@@ -216,27 +162,79 @@ def pack_best_fit(
     return packs
 
 
+@dataclass(eq=False)
 class PackOrder:
     """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
 
     Cost: pack n needs the plans of all epochs up to its own, each made once.
     """
 
-    def __init__(
-        self,
-        sets: Sequence[SampleSet],
-        seed: int,
-        capacity: Capacity,
-        shuffle_shards: int,
-        pack_window: int,
-    ) -> None:
-        self.sets = tuple(sets)
-        self.seed = seed
-        self.capacity = capacity
-        self.shuffle_shards = shuffle_shards
-        self.pack_window = pack_window
-        self._plan = functools.lru_cache(_PLANS_KEPT)(self._plan_epoch)
+    sets: Sequence[SampleSet]
+    seed: int
+    capacity: Capacity
+    shuffle_shards: int
+    pack_window: int
+
+    def __post_init__(self) -> None:
+        self.epoch_plan = functools.lru_cache(_PLANS_KEPT)(self._plan_with_packs)
         self._first_packs = [0]  # of the epochs from 0 on
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Draw and pack one epoch.
+
+        A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch
+        is cut into groups of about `shuffle_shards` shards (of small shards as many as hold
+        `pack_window` samples), each with its share of every set. Samples are permuted within a
+        group, whose windows of about `pack_window` samples are packed one by one.
+
+        Cost: windows of 4096 fill packs 0.2% less than packing the whole epoch would, of 1024 1.1%.
+        558,128 samples take half a second of one core and 40 MB.
+        """
+        capacity = self.capacity
+        lengths = np.concatenate([one.lengths for one in self.sets])
+        tiles = np.concatenate([one.tiles for one in self.sets])
+        usable = lengths != UNUSABLE
+        fits = usable & (lengths <= capacity.tokens)
+        if capacity.tiles is not None:
+            fits &= tiles <= capacity.tiles
+
+        sequences = []
+        first = drawn = unusable = kept = 0
+        for number, one in enumerate(self.sets):
+            sequence = first + _set_sequence(one, f"{self.seed} {epoch} {number}")
+            first += len(one.lengths)
+            drawn += len(sequence)
+            unusable += int((~usable[sequence]).sum())
+            fitting = sequence[fits[sequence]]
+            kept += len(fitting)
+            sequences.append(fitting)
+
+        samples = [np.empty(0, np.int64)]
+        sizes = [0]
+        shards = sum(one.weight * len(one.shard_sizes) for one in self.sets)
+        groups = max(1, round(min(shards / self.shuffle_shards, kept / self.pack_window)))
+        for group in range(groups):
+            parts = []
+            for each in sequences:
+                begin = group * len(each) // groups
+                end = (group + 1) * len(each) // groups
+                parts.append(each[begin:end])
+            draw = _random(f"group {self.seed} {epoch} {group}")
+            members = draw.permutation(np.concatenate(parts))
+            windows = max(1, round(len(members) / self.pack_window))
+            for window in np.array_split(members, windows):
+                packs = pack_best_fit(lengths[window], capacity, tiles[window])
+                packs = [packs[position] for position in draw.permutation(len(packs))]
+                samples.append(window[list(chain.from_iterable(packs))])
+                sizes += map(len, packs)
+        overlong = drawn - unusable - kept
+        return EpochPlan(
+            np.concatenate(samples),
+            np.cumsum(sizes),
+            drawn,
+            overlong,
+            unusable,
+        )
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Return packs [first, first + count); raises UserError where an epoch holds none."""
@@ -252,13 +250,6 @@ class PackOrder:
                 packs.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
             epoch += 1
         return packs
-
-    def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return an epoch's plan.
-
-        The last two used are kept. Raises UserError where it holds no pack.
-        """
-        return self._plan(epoch)
 
     def first_pack(self, epoch: int) -> int:
         """Return the number of an epoch's first pack.
@@ -277,15 +268,9 @@ class PackOrder:
         """
         return -(-self.first_pack(epochs) // packs_per_step)
 
-    def _plan_epoch(self, epoch: int) -> EpochPlan:
-        plan = plan_epoch(
-            self.sets,
-            self.seed,
-            epoch,
-            self.capacity,
-            self.shuffle_shards,
-            self.pack_window,
-        )
+    def _plan_with_packs(self, epoch: int) -> EpochPlan:
+        """Return an epoch's plan; raises UserError where it holds no pack."""
+        plan = self.plan(epoch)
         if len(plan):
             return plan
         if plan.drawn == 0:

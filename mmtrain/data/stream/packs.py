@@ -26,8 +26,7 @@ from mmtrain.data.shards.index import MEND
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.facts.connectors import image_layout
-from mmtrain.facts.shapes import llm_shape
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
 
@@ -102,25 +101,23 @@ class Processor:
     def __init__(self, config: RunConfig) -> None:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
         vision = config.model.vision
-        self.config = config
-        self.layout = image_layout(config)
+        models = models_of(config)
+        self.layout = models.layout
         self.tokenizer = load_tokenizer(config.model.llm.path)
         self.template = make_template(
             config.data.template,
             self.tokenizer,
             self.layout,
-            llm_shape(config.model.llm.path).vocab_size,
+            models.published_llm.vocab_size,
         )
         self.transform: ImageTransform | None = None
         if vision is not None:
-            pixels = config.data.max_image_pixels
             self.transform = image_transform(
                 vision.name,
                 config.data.image_fit,
-                pixels,
+                config.data.max_image_pixels,
                 self.layout.tile_size,
             )
-        self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:
@@ -134,11 +131,10 @@ class Processor:
             return sample.quarantined(error)
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
-            place = reader.catalog.find(number)
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard "
                 f"says {planned}: the index is from another version of the tokenizer's library, "
-                f"or for another shard. Index it again: {MEND} {place.shard}"
+                f"or for another shard. Index it again: {MEND} {sample.shard}"
             )
         return document
 
@@ -148,14 +144,12 @@ class Processor:
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
-        has_grid = self.layout.has_grid_positions
         return make_batch(
             packs,
             self.capacity.tokens,
-            self.padding_id,
             self.decode,
             buffer,
-            has_grid=has_grid,
+            has_grid=self.layout.has_grid_positions,
         )
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
@@ -168,7 +162,6 @@ class Processor:
 def make_batch(
     packs: Sequence[Pack],
     pack_length: int,
-    padding_id: int,
     decode: Callable[[bytes, Tiling, bool], torch.Tensor],
     buffer: torch.Tensor | None = None,
     *,
@@ -184,10 +177,11 @@ def make_batch(
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
-    input_ids = np.full(shape, padding_id, np.int64)
+    # Padding is row 0 of the embedding; any row does: nothing looks at it.
+    input_ids = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
-    position_ids = np.empty(shape, np.int64)
-    grid = np.empty((3, *shape), np.int64)
+    # of each token its place in its document, then the three of a grid
+    positions = np.empty((4, *shape), np.int64)
     tiles = []
     tilings = []
     keys = []
@@ -214,26 +208,24 @@ def make_batch(
                 f"documents of {end} tokens or more in a pack of {pack_length}"
             )
 
-            position_ids[row, start:end] = np.arange(length)
-            grid[:, row, start:end] = position_ids[row, start:end]
+            positions[:, row, start:end] = np.arange(length)
             if fault is None:
                 input_ids[row, start:end] = entry.input_ids
                 labels[row, start:end] = entry.labels
                 if has_grid:
-                    grid[:, row, start:end] = positions_of(entry)
+                    positions[1:, row, start:end] = positions_of(entry)
                 keys.append(entry.sample.key)
                 tokens += length
             else:
                 faults.append((row, fault))
             start = end
-        position_ids[row, start:] = np.arange(pack_length - start)
-        grid[:, row, start:] = position_ids[row, start:]
+        positions[:, row, start:] = np.arange(pack_length - start)
         samples_of_packs.append(len(keys) - before)
 
     used = None if buffer is None else buffer[: sum(map(len, tiles))]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
+        position_ids=torch.from_numpy(positions[0]),
         labels=torch.from_numpy(labels),
         tiles=torch.cat(tiles, out=used) if tiles else None,
         keys=tuple(keys),
@@ -242,7 +234,7 @@ def make_batch(
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
-        grid_positions=torch.from_numpy(grid) if has_grid else None,
+        grid_positions=torch.from_numpy(positions[1:]) if has_grid else None,
     )
 
 

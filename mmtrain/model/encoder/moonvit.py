@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmtrain.model.llm.attention import IMAGES_FLASH, images_attention
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines (P, 1, head width / 2) in float32
+Rotation = tuple[Tensor, Tensor]  # cosines and sines (P, 1, head width / 2) in float32
 
 
 class MoonViTConfig(PreTrainedConfig):
@@ -40,20 +40,31 @@ class _Positions(nn.Module):
         shape = config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size
         self.weight = nn.Parameter(torch.zeros(shape))
 
-    def forward(self, grids: list[list[int]]) -> torch.Tensor:
+    def forward(self, grids: list[list[int]]) -> Tensor:
         table = self.weight.permute(2, 0, 1)[None]
-        return torch.cat(
-            [F.interpolate(table, grid[1:], mode="bicubic")[0].flatten(1).T for grid in grids]
-        )
+        positions = []
+        for _, *size in grids:
+            resized = F.interpolate(table, size, mode="bicubic")[0]
+            positions.append(resized.flatten(1).T)
+        return torch.cat(positions)
 
 
 class _Patches(nn.Module):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.proj = nn.Conv2d(
+            3,
+            config.hidden_size,
+            config.patch_size,
+            stride=config.patch_size,
+        )
         self.pos_emb = _Positions(config)
 
-    def forward(self, pixel_values: torch.Tensor, grids: list[list[int]]) -> torch.Tensor:
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grids: list[list[int]],
+    ) -> Tensor:
         patches = pixel_values.unflatten(1, self.proj.weight.shape[1:])
         return self.proj(patches).flatten(1) + self.pos_emb(grids)
 
@@ -64,7 +75,7 @@ class _Mlp(nn.Module):
         self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return self.fc1(F.gelu(self.fc0(hidden), approximate="tanh"))
 
 
@@ -72,44 +83,63 @@ class _Block(nn.Module):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm0, self.norm1 = (nn.LayerNorm(config.hidden_size, eps=1e-5) for _ in range(2))
+        self.norm0 = nn.LayerNorm(config.hidden_size, eps=1e-5)
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-5)
         self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = _Mlp(config)
 
     def forward(
-        self, hidden: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation
-    ) -> torch.Tensor:
+        self,
+        hidden: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
+    ) -> Tensor:
         hidden = hidden + self.attention(self.norm0(hidden), borders, longest, rotation)
         return hidden + self.mlp(self.norm1(hidden))
 
     def attention(
-        self, normed: torch.Tensor, borders: torch.Tensor, longest: int, rotation: Rotation
-    ) -> torch.Tensor:
-        query, key, value = (
-            self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1)).unbind(1)
-        )
-        heads = [
-            part.transpose(0, 1)[None]
-            for part in (_turned(query, *rotation), _turned(key, *rotation), value)
-        ]
+        self,
+        normed: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
+    ) -> Tensor:
+        together = self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1))
+        query, key, value = together.unbind(1)
+        scale = query.shape[-1] ** -0.5
+        turned = (_turned(query, *rotation), _turned(key, *rotation), value)
+        heads = [part.transpose(0, 1)[None] for part in turned]
         if self.config._attn_implementation == IMAGES_FLASH:
-            attended = images_attention(
-                self, *heads, None, query.shape[-1] ** -0.5, borders, longest
-            )[0]
+            attended, _ = images_attention(
+                self,
+                *heads,
+                None,
+                scale,
+                borders,
+                longest,
+            )
         else:
-            images = zip(*(part.split(borders.diff().tolist(), 2) for part in heads), strict=True)
-            attended = torch.cat(
-                [F.scaled_dot_product_attention(*image) for image in images], 2
-            ).transpose(1, 2)
+            lengths = borders.diff().tolist()
+            images = zip(*(part.split(lengths, 2) for part in heads), strict=True)
+            parts = [F.scaled_dot_product_attention(*image) for image in images]
+            attended = torch.cat(parts, 2).transpose(1, 2)
         return self.wo(attended[0].flatten(1))
 
 
-def _turned(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _turned(
+    heads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+) -> Tensor:
     """Rotate features 2 i and 2 i + 1 of each head (P, heads, width) as a pair, in float32."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = first * cosines - second * sines, first * sines + second * cosines
-    return torch.stack(turned, -1).flatten(-2).to(heads.dtype)
+    turned = torch.stack(
+        [first * cosines - second * sines, first * sines + second * cosines],
+        -1,
+    )
+    return turned.flatten(-2).to(heads.dtype)
 
 
 class _Encoder(nn.Module):
@@ -132,17 +162,22 @@ class MoonViTModel(PreTrainedModel):
 
     def forward(
         self,
-        pixel_values: torch.Tensor,
-        grid_thw: torch.Tensor,
-        position_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        pixel_values: Tensor,
+        grid_thw: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> BaseModelOutput:
         """Encode images of grids (N, 3) on the host; `position_ids` (P, 2) are rows and columns."""
         width = self.config.hidden_size // self.config.num_attention_heads
-        frequencies = (
-            torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32) / width
+        steps = torch.arange(
+            0,
+            width,
+            4,
+            device=pixel_values.device,
+            dtype=torch.float32,
         )
+        frequencies = steps / width
         # column, then row
         angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]
         angles = angles.flatten(1)[:, None]

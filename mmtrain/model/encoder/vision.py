@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import timm
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -32,10 +32,10 @@ from mmtrain.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
-from mmtrain.model.encoder.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, block_list, drop_other_blocks
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.llm.tiny import randomise, shrink
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import Entry, open_tensors, tensor_entries
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = (
@@ -55,7 +55,7 @@ def load_vision(
     *,
     final_norm: bool = False,
     shape: VisionShape | None = None,
-    blocks: tuple[int, int] | None = None,
+    blocks: Blocks | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in
     `dtype`.
@@ -75,7 +75,10 @@ def load_vision(
     return _load_hf(name, select_layer, dtype, final_norm, shape, blocks).to(device)
 
 
-def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
+def timm_model(
+    name: str,
+    held: Blocks | None = None,
+) -> nn.Module | None:
     """Load a timm encoder as published, with bookends for all blocks but `held`; None for one of
     transformers.
 
@@ -83,7 +86,8 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
     """
     overlay = None
     if is_timm_name(name):
-        architecture, overlay = name, {"file": str(timm_weights(name))}
+        architecture = name
+        overlay = {"file": str(timm_weights(name))}
     else:
         folder = model_folder(name)
         config = encoder_config(folder)
@@ -97,32 +101,34 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
     with foreign_files(f"model.vision.name: {name}"):
         # On the CPU, not on meta: EVA's and dinov3's rotary tables are in no checkpoint, the
         # constructor makes them.
-        model = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+        model = timm.create_model(
+            architecture,
+            pretrained=True,
+            pretrained_cfg_overlay=overlay,
+        )
     if held is not None:
         drop_other_blocks(block_list(model), *held)
     return model
 
 
 def timm_weights(name: str) -> Path:
-    """The weight file of a timm name in the local cache. Raises UserError that says how to download
-    it.
+    """Return the weight file of a timm name in the local cache. Raises UserError that says how to
+    download it.
     """
     config = timm_config(name)
     if not config.hf_hub_id:
         raise UserError(
             f"model.vision.name: timm's weights of {name} are not on the Hugging Face hub. "
-            "Save the model in a folder "
-            "with timm.models.save_for_hf and name that folder"
+            "Save the model in a folder with timm.models.save_for_hf and name that folder"
         )
     snapshot = cached_snapshot(config.hf_hub_id)
-    candidates = (config.hf_hub_filename, *WEIGHT_FILES) if config.hf_hub_filename else WEIGHT_FILES
-    for candidate in candidates:
-        if snapshot is not None and (snapshot / candidate).is_file():
-            return snapshot / candidate
+    if snapshot is not None:
+        for candidate in filter(None, (config.hf_hub_filename, *WEIGHT_FILES)):
+            if (snapshot / candidate).is_file():
+                return snapshot / candidate
     raise UserError(
         f"model.vision.name: the weights of timm's {name} are not in the local cache "
-        f"{hub_cache()}. "
-        f"Download them first: hf download {config.hf_hub_id}"
+        f"{hub_cache()}. Download them first: hf download {config.hf_hub_id}"
     )
 
 
@@ -131,7 +137,8 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
     from elsewhere.
     """
     source = f"{folder}: vision_config in config.json"
-    architecture, arguments = config.get("architecture"), config.get("model_args") or {}
+    architecture = config.get("architecture")
+    arguments = config.get("model_args") or {}
     if not architecture or ":" in architecture or not timm.is_model(architecture):
         raise UserError(f"{source}: architecture {escape(repr(architecture))} is not a timm model")
     if inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
@@ -140,20 +147,28 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
+def _wrapped_timm(
+    folder: Path,
+    config: dict[str, Any],
+    held: Blocks | None,
+) -> nn.Module:
     check_wrapped_timm(config, folder)
+    arguments = config["model_args"] or {}
     with foreign_files(f"model.vision.name: {folder}"):
         model = timm.create_model(
-            config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
+            config["architecture"],
+            pretrained=False,
+            num_classes=0,
+            **arguments,
         )
         wanted = set(model.state_dict())
         if held is not None:
             drop_other_blocks(block_list(model), *held)
-        places = encoder_tensors(folder, tensor_places(folder))
+        entries = encoder_tensors(folder, tensor_entries(folder))
         # of all blocks: else slices would differ in what they refuse
-        if missing := sorted(wanted - places.keys()):
+        if missing := sorted(wanted - entries.keys()):
             raise _lacks_tensors(folder, missing)
-        lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
+        lazy = _open_held(entries, held)
         model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
     return model
 
@@ -164,29 +179,37 @@ def _cut_timm(
     select_layer: int,
     dtype: torch.dtype,
     final_norm: bool,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     patches = model.patch_embed
-    image_size = square(
-        getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name
-    )
-    patch_size = square(patches.patch_size, "patches", name)
+    size = getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:]
     # Pruning changes what negative indices mean: only the index that it returns still names the
     # same block.
     block = model.prune_intermediate_layers(
-        [select_layer], prune_norm=not final_norm, prune_head=True
+        [select_layer],
+        prune_norm=not final_norm,
+        prune_head=True,
     )
 
-    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def features(model: nn.Module, images: Tensor) -> Tensor:
         if final_norm:
             return model.forward_features(images)[:, model.num_prefix_tokens :]
         return model.forward_intermediates(
-            images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
+            images,
+            indices=block,
+            intermediates_only=True,
+            output_fmt="NLC",
+            norm=False,
         )[0]
 
-    prefix_tokens = model.num_prefix_tokens
     tower = VisionTower(
-        model, features, model.embed_dim, image_size, patch_size, prefix_tokens, blocks=held
+        model,
+        features,
+        model.embed_dim,
+        square(size, "images", name),
+        square(patches.patch_size, "patches", name),
+        model.num_prefix_tokens,
+        blocks=held,
     )
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -201,34 +224,30 @@ def _cut_timm(
 def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
     # transformers does not export all
-    homes = (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl)
-    if (
-        found := next(
-            (getattr(home, family.model) for home in homes if hasattr(home, family.model)), None
-        )
-    ) is None:
-        raise UserError(
-            f"model.vision.name: transformers {transformers.__version__} has no {family.model}. "
-            "Install version "
-            f"{TESTED_TRANSFORMERS}, which has it"
-        )
-    return found
-
-
-def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
-    """transformers' config of the encoder in a folder, which may hold a multimodal model."""
-    kind = model_class(family).config_class
-    config = (
-        kind.from_dict(encoder_config(folder))
-        if holds_encoder(folder)
-        else kind.from_pretrained(folder)
+    for home in (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl):
+        found = getattr(home, family.model, None)
+        if found is not None:
+            return found
+    raise UserError(
+        f"model.vision.name: transformers {transformers.__version__} has no {family.model}. "
+        f"Install version {TESTED_TRANSFORMERS}, which has it"
     )
+
+
+def stock_config(
+    family: EncoderFamily,
+    folder: Path,
+) -> transformers.PreTrainedConfig:
+    """Return transformers' config of the encoder in a folder, which may hold a multimodal model."""
+    kind = model_class(family).config_class
+    if holds_encoder(folder):
+        config = kind.from_dict(encoder_config(folder))
+    else:
+        config = kind.from_pretrained(folder)
     # Qwen's and GLM's: in transformers 5.17 they do not know the usual names
     if hasattr(config, "depth"):
-        kind.attribute_map = {
-            "num_attention_heads": "num_heads",
-            "num_hidden_layers": "depth",
-        } | kind.attribute_map
+        usual = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+        kind.attribute_map = usual | kind.attribute_map
     return config
 
 
@@ -238,34 +257,33 @@ def _load_hf(
     dtype: torch.dtype,
     final_norm: bool,
     shape: VisionShape | None,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     folder = model_folder(name)
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     if family.native is not None and shape is None:
         shape = vision_shape(name, select_layer, final_norm)
-    stock, unused = (
-        model_class(family),
-        family.unused(final_norm, str(folder), shape is not None and shape.merge > 1),
-    )
+    stock = model_class(family)
+    merges = shape is not None and shape.merge > 1
+    unused = family.unused(final_norm, str(folder), merges)
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
-    depth = config.num_hidden_layers
-    config.num_hidden_layers = depth + 1 + select_layer
-    config.vision_use_head = False
-    config.deepstack_visual_indexes = [] if shape is None else list(shape.deepstack)
+    deepstack = () if shape is None else shape.deepstack
+    _set_depth(config, config.num_hidden_layers + 1 + select_layer, deepstack)
     if any(folder.glob("*.safetensors")):
-        places = encoder_tensors(folder, tensor_places(folder))
-        opened = open_tensors(
-            {name: place for name, place in places.items() if _is_held(name, held)}
-        )
+        entries = encoder_tensors(folder, tensor_entries(folder))
+        opened = _open_held(entries, held)
         weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
     else:
         # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's
         # weights_only
         weights = {"pretrained_model_name_or_path": folder, "local_files_only": True}
 
-    def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
+    def build(
+        model: transformers.PreTrainedModel,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         stock.__init__(model, *arguments, **options)
         if held is not None:  # before memory is taken for them
             drop_other_blocks(block_list(model), *held)
@@ -284,20 +302,15 @@ def _load_hf(
             ignore_mismatched_sizes=True,  # they are named below
         )
     _leave_out(model, unused)
-    missing = {
-        family.published(name)
-        for name, _ in model.named_parameters()
-        if name in info["missing_keys"]
-    }
     # transformers would only warn and train against an encoder that is partly random
+    missing = dict(model.named_parameters()).keys() & info["missing_keys"]
     if missing:
-        raise _lacks_tensors(folder, sorted(missing))
+        raise _lacks_tensors(folder, sorted(set(map(family.published, missing))))
     if info["mismatched_keys"]:
         tensor, stored, built = min(info["mismatched_keys"])
         raise UserError(
             f"model.vision.name: {folder}: {tensor} is {tuple(stored)} in the weights, but "
-            f"{tuple(built)} by "
-            "config.json. Correct config.json, or download the folder again"
+            f"{tuple(built)} by config.json. Correct config.json, or download the folder again"
         )
     return _hf_tower(model, family, config, str(folder), shape, held)
 
@@ -308,101 +321,147 @@ def _hf_tower(
     config: transformers.PreTrainedConfig,
     source: str,
     shape: VisionShape | None,
-    held: tuple[int, int] | None = None,
+    held: Blocks | None = None,
 ) -> VisionTower:
     if family.native is not None:
         if family.native.block > 1 and shape.merge == 1:
             joined = family.native.block**2
             unmerged = Unmerged(joined)
             if hasattr(model, "downsample"):
-                model.downsample, model.config.out_hidden_size = unmerged, joined * shape.width
+                model.downsample = unmerged
+                model.config.out_hidden_size = joined * shape.width
                 if hasattr(model, "embeddings"):
                     model.embeddings.register_forward_pre_hook(on_its_device)
             else:
                 model.merger = unmerged
                 model.deepstack_merger_list = nn.ModuleList(unmerged for _ in shape.deepstack)
         return NativeTower(model, family, shape, blocks=held)
-    prefix_tokens = family.prefix_tokens(
-        {name: tuple(p.shape) for name, p in model.named_parameters()}
-    )
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    prefix_tokens = family.prefix_tokens(shapes)
 
-    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def features(model: nn.Module, images: Tensor) -> Tensor:
         return model(images).last_hidden_state[:, prefix_tokens:]
 
-    image_size = square(config.image_size, "images", source)
-    patch_size = square(config.patch_size, "patches", source)
-    sizes = config.hidden_size, image_size, patch_size, prefix_tokens
-    return VisionTower(model, features, *sizes, family.published, held)
+    return VisionTower(
+        model,
+        features,
+        config.hidden_size,
+        square(config.image_size, "images", source),
+        square(config.patch_size, "patches", source),
+        prefix_tokens,
+        family.published,
+        held,
+    )
 
 
 def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
     for name in unused:
         path, _, last = name.rstrip(".").rpartition(".")
         owner = model.get_submodule(path)
-        if isinstance(module := getattr(owner, last, None), nn.Module | nn.Parameter):
-            setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
+        module = getattr(owner, last, None)
+        if isinstance(module, nn.Module):
+            setattr(owner, last, nn.Identity())
+        elif isinstance(module, nn.Parameter):
+            setattr(owner, last, None)
 
 
 def made_up_encoder(
-    name: str, dtype: torch.dtype, final_norm: bool, depth: int, shape: VisionShape | None = None
+    name: str,
+    dtype: torch.dtype,
+    final_norm: bool,
+    depth: int,
+    shape: VisionShape | None = None,
 ) -> VisionTower:
     """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
     timm's encoders keep their widths, those of transformers become tiny.
     """
-    architecture, options = name, {}
-    folder = None if is_timm_name(name) else model_folder(name)
-    if folder is not None:
-        config_json, architecture = encoder_config(folder), f"local-dir:{folder}"
+    architecture = name
+    options = {}
+    if not is_timm_name(name):
+        folder = model_folder(name)
+        config_json = encoder_config(folder)
         if "architecture" not in config_json:
             family = family_of(config_json.get("model_type"), name)
-            with foreign_files(f"model.vision.name: {folder}"):
-                config = shrink(stock_config(family, folder))
-            config.num_hidden_layers, config.vision_use_head, config.deepstack_visual_indexes = (
-                depth,
-                False,
-                [],
-            )
-            # Qwen2.5-VL's: other blocks attend in windows of pixels
-            if hasattr(config, "fullatt_block_indexes"):
-                config.fullatt_block_indexes, config.window_size = [1], 4 * config.patch_size
-            stock = model_class(family)(config)
-            stock.set_attn_implementation("sdpa")
-            randomise(stock, seed=0)
-            _leave_out(
-                stock, family.unused(final_norm, name, shape is not None and shape.merge > 1)
-            )
-            if shape is not None:  # of the shrunken model
-                merged = shape.merged_width and getattr(
-                    config, "out_hidden_size", config.hidden_size
-                )
-                shape = replace(shape, width=config.hidden_size, merged_width=merged)
-            return _hf_tower(stock.to(dtype), family, config, name, shape)
+            return _made_up_stock(family, folder, dtype, final_norm, depth, shape)
+        architecture = f"local-dir:{folder}"
         if holds_encoder(folder):
             check_wrapped_timm(config_json, folder)
-            architecture, options = (
-                config_json["architecture"],
-                dict(config_json["model_args"] or {}),
-            )
+            architecture = config_json["architecture"]
+            options = config_json["model_args"] or {}
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            published = timm.create_model(architecture, pretrained=False, **options)
+            published = timm.create_model(
+                architecture,
+                pretrained=False,
+                **options,
+            )
         pixels = MADE_UP_PATCHES * square(published.patch_embed.patch_size, "patches", name)
+        options = {**options, "depth": depth, "img_size": pixels}
         model = timm.create_model(
-            architecture, pretrained=False, **options | {"depth": depth, "img_size": pixels}
+            architecture,
+            pretrained=False,
+            **options,
         )
     randomise(model, seed=0)
     return _cut_timm(model, name, -1, dtype, final_norm, None)
 
 
-def _is_held(name: str, held: tuple[int, int] | None) -> bool:
-    block = ENCODER_BLOCK.match(f"vision.{name}")
-    return held is None or block is None or held[0] <= int(block[1]) < held[1]
+def _made_up_stock(
+    family: EncoderFamily,
+    folder: Path,
+    dtype: torch.dtype,
+    final_norm: bool,
+    depth: int,
+    shape: VisionShape | None,
+) -> VisionTower:
+    with foreign_files(f"model.vision.name: {folder}"):
+        config = shrink(stock_config(family, folder))
+    _set_depth(config, depth)
+    # Qwen2.5-VL's: other blocks attend in windows of pixels
+    if hasattr(config, "fullatt_block_indexes"):
+        config.fullatt_block_indexes = [1]
+        config.window_size = 4 * config.patch_size
+    stock = model_class(family)(config)
+    stock.set_attn_implementation("sdpa")
+    randomise(stock, seed=0)
+    merges = False
+    if shape is not None:
+        merges = shape.merge > 1
+        # of the shrunken model
+        width = config.hidden_size
+        merged = shape.merged_width and getattr(config, "out_hidden_size", width)
+        shape = replace(shape, width=width, merged_width=merged)
+    source = str(folder)
+    _leave_out(stock, family.unused(final_norm, source, merges))
+    return _hf_tower(stock.to(dtype), family, config, source, shape)
+
+
+def _set_depth(
+    config: transformers.PreTrainedConfig,
+    depth: int,
+    deepstack: Sequence[int] = (),
+) -> None:
+    config.num_hidden_layers = depth
+    config.vision_use_head = False
+    config.deepstack_visual_indexes = list(deepstack)
+
+
+def _open_held(
+    entries: Mapping[str, Entry],
+    held: Blocks | None,
+) -> dict[str, Any]:
+    """Open the encoder's tensors lazily, but for blocks outside `held`."""
+    wanted = {}
+    for name, entry in entries.items():
+        block = ENCODER_BLOCK.match(f"vision.{name}")
+        if held is None or block is None or held[0] <= int(block[1]) < held[1]:
+            wanted[name] = entry
+    return open_tensors(wanted)
 
 
 def _lacks_tensors(folder: Path, missing: Sequence[str]) -> UserError:
     return UserError(
         f"model.vision.name: {folder} lacks {len(missing)} of the encoder's tensors, e.g. "
-        f"{missing[0]}. "
-        "Download the folder again"
+        f"{missing[0]}. Download the folder again"
     )

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.facts.chunks import tiles_per_call
@@ -32,6 +32,7 @@ from mmtrain.facts.vision_files import patches_per_image
 from mmtrain.model.llm.bookends import Bookend
 from mmtrain.model.trained.lora import without_marks
 
+Blocks = tuple[int, int]  # first, and the one behind the last
 Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
 
@@ -43,16 +44,18 @@ class VisionTower(nn.Module):
     the encoder's `dtype`. The last gives features (N, *feature_shape), others hidden states.
     """
 
+    needs_grids = False
+
     def __init__(
         self,
         model: nn.Module,
-        features: Callable[..., torch.Tensor],
+        features: Callable[..., Tensor],
         width: int,
         image_size: int,
         patch_size: int,
         prefix_tokens: int,
         published: Callable[[str], str] = str,
-        blocks: tuple[int, int] | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         """`features(model, images)` runs the encoder's own forward up to the selected block and
         drops prefix tokens.
@@ -87,10 +90,11 @@ class VisionTower(nn.Module):
     def slice_of(self, first: int, last: int) -> VisionTower:
         """Copy blocks [first, last) of a whole encoder."""
         assert self.is_whole, self.blocks
-        blocks = enumerate(block_list(self.model))
-        part = copy.deepcopy(
-            self, {id(block): Bookend(block) for i, block in blocks if not first <= i < last}
-        )
+        absent = {}
+        for i, block in enumerate(block_list(self.model)):
+            if not first <= i < last:
+                absent[id(block)] = Bookend(block)
+        part = copy.deepcopy(self, absent)
         part.blocks = (first, last)
         return part
 
@@ -102,21 +106,23 @@ class VisionTower(nn.Module):
     def canonical_name(self, name: str) -> str:
         return f"vision.{self.published(name)}"
 
-    def forward(self, taken: torch.Tensor, grids: Grids = ()) -> torch.Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or
-        hidden states.
+    def forward(self, taken: Tensor, grids: Grids = ()) -> Tensor:
+        """Encode normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), into features
+        or hidden states.
 
         `grids` of pictures count for a `NativeTower` alone.
         """
-        first, side = self.blocks[0], (3, self.image_size, self.image_size)
+        side = (3, self.image_size, self.image_size)
         if taken.ndim == len(side) + 1:
             # some encoders take other sizes
-            assert taken.shape[1:] == side and first == 0, (taken.shape, self.blocks)
+            assert taken.shape[1:] == side and self.blocks[0] == 0, (taken.shape, self.blocks)
             output = self._run(None, taken.to(self.dtype), grids)
         else:
             assert taken.shape[1:] == self.hidden_shape, (taken.shape, self.hidden_shape)
-            output = self._run(taken, taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side), grids)
-        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
+            zeros = taken.new_zeros(1, 1, 1, 1).expand(len(taken), *side)
+            output = self._run(taken, zeros, grids)
+        of_tile = self.feature_shape if self.is_last else self.hidden_shape
+        expected = (len(taken), *of_tile)
         assert output.shape == expected and output.dtype == self.dtype, (
             output.shape,
             expected,
@@ -124,22 +130,37 @@ class VisionTower(nn.Module):
         )
         return output
 
-    def _run(self, hidden: torch.Tensor | None, images: torch.Tensor, grids: Grids) -> torch.Tensor:
+    def _run(
+        self,
+        hidden: Tensor | None,
+        images: Tensor,
+        grids: Grids,
+    ) -> Tensor:
         """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
         first block.
         """
-        return self._call(hidden, images if hidden is None else images[:1])
+        if hidden is not None:
+            images = images[:1]
+        return self._call(hidden, images)
 
-    def _call(self, hidden: torch.Tensor | None, *images: Any) -> torch.Tensor:
+    def _call(self, hidden: Tensor | None, *images: Any) -> Tensor:
         """Return `features(model, *images)`, or what a slice before the last hands on, in the
         encoder's own order.
         """
-        (first, last), blocks, handles = self.blocks, block_list(self.model), []
-        if hidden is not None:  # takes the place of what the stem made
-            hand_in = blocks[first].register_forward_pre_hook(
-                lambda _, arguments: (self._handed_in(hidden, arguments[0]), *arguments[1:])
-            )
-            handles.append(hand_in)
+        first, last = self.blocks
+        blocks = block_list(self.model)
+        handles = []
+
+        def hand_in(
+            _: nn.Module,
+            arguments: tuple[Any, ...],
+        ) -> tuple[Any, ...]:
+            """Replace what the stem made."""
+            made, *others = arguments
+            return (self._handed_in(hidden, made), *others)
+
+        if hidden is not None:
+            handles.append(blocks[first].register_forward_pre_hook(hand_in))
         try:
             output = self.features(self.model, *images)
             if not self.is_last:
@@ -152,11 +173,15 @@ class VisionTower(nn.Module):
                     block.handed_out = None
         return output
 
-    def _handed_in(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _handed_in(self, hidden: Tensor, made: Tensor) -> Tensor:
         """Return received hidden states in the shape of those that the stem `made`."""
         return hidden
 
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+    def groups(
+        self,
+        tiles: int,
+        grids: Grids,
+    ) -> list[tuple[int, Grids]]:
         """Split `tiles` into those of each call, with their pictures' grids."""
         at_once = tiles_per_call(self.patches_per_image)
         return [(min(at_once, tiles - begin), ()) for begin in range(0, tiles, at_once)]
@@ -164,43 +189,47 @@ class VisionTower(nn.Module):
     @torch.no_grad()
     def in_groups(
         self,
-        taken: torch.Tensor,
-        prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+        taken: Tensor,
+        prepared: Callable[[Tensor], Tensor] = lambda part: part,
         grids: Grids = (),
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run N tiles' images or hidden states without a graph, a group at a time; contiguous.
 
         Groups and strides are those of every other slice: they decide which kernels run, and so the
         bits. `prepared` makes the input of a group.
         """
         groups = self.groups(len(taken), grids)
-        parts = taken.split([tiles for tiles, _ in groups])
+        sizes = [tiles for tiles, _ in groups]
+        parts = taken.split(sizes)
         output = self(prepared(parts[0]), groups[0][1])
         if len(groups) == 1:
             return output.contiguous()
         outputs = output.new_empty(len(taken), *output.shape[1:])
         outputs[: len(output)] = output
         del output  # else it lives while the others are made
-        places = outputs.split([tiles for tiles, _ in groups])
-        for part, place, (_, of_part) in list(zip(parts, places, groups, strict=True))[1:]:
-            place.copy_(self(prepared(part), of_part))
+        rest = zip(parts[1:], outputs.split(sizes)[1:], groups[1:], strict=True)
+        for part, room, (_, of_part) in rest:
+            room.copy_(self(prepared(part), of_part))
         return outputs
 
 
 def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
-    """An encoder's blocks, absent ones included; raises UserError without any."""
+    """Return an encoder's blocks, absent ones included; raises UserError without any."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(
-            f"vision.{name}.0."
-        ):
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+        if is_list and ENCODER_BLOCK.match(f"vision.{name}.0."):
             return module
     raise UserError(
-        f"model.vision.name: the blocks of a {type(model).__name__} are not in one known "
-        "list. Use a ViT"
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one known list. "
+        "Use a ViT"
     )
 
 
-def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
+def drop_other_blocks(
+    blocks: nn.Sequential | nn.ModuleList,
+    first: int,
+    last: int,
+) -> None:
     """Put bookends in the places of all blocks but [first, last)."""
     assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
     for i, block in enumerate(blocks):
@@ -209,10 +238,13 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
 
 
 def slices_difference(
-    whole: VisionTower, cuts: Sequence[int], images: torch.Tensor, grids: Grids = ()
+    whole: VisionTower,
+    cuts: Sequence[int],
+    images: Tensor,
+    grids: Grids = (),
 ) -> float:
-    """Largest difference between features by slices with borders `cuts` and by the whole encoder;
-    never NaN.
+    """Return the largest difference between features by slices with borders `cuts` and by the whole
+    encoder; never NaN.
     """
     expected = whole.in_groups(images, grids=grids)
     taken = images
@@ -221,4 +253,6 @@ def slices_difference(
     if torch.equal(taken, expected):
         return 0.0
     difference = float((taken.double() - expected.double()).abs().max())
-    return difference if math.isfinite(difference) else math.inf
+    if math.isnan(difference):
+        return math.inf
+    return difference

@@ -1,5 +1,4 @@
-"""What stands in a stock causal LM where another stage holds the real module, and in an encoder's
-slice.
+"""Stand-ins in a stock causal LM for modules that another stage holds, and in an encoder's slice.
 
     layers  0 .. first-2   first-1    first .. last-1      last       last+1 .. N-1
             Bookend        Bookend    stock decoder layers Bookend    Bookend
@@ -18,7 +17,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
@@ -26,39 +25,48 @@ from mmtrain.facts.families import canonical_name
 
 
 class Bookend(nn.Module):
-    """In the place of a layer or block that another rank holds: passes on, hands in or hands out
-    hidden states.
+    """A stand-in for a layer or block of another rank: passes on, hands in or hands out hidden
+    states.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.hand_in: torch.Tensor | None = None
-        self.handed_out: torch.Tensor | None = None
+        self.hand_in: Tensor | None = None
+        self.handed_out: Tensor | None = None
         # bamba's and falcon_h1's layers return a tuple, which their models take apart.
         steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(type(layer).forward)))
-        made = [
-            one.arg
-            for one, after in steps
-            if (one.opname, after.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
-        ]
-        self._behind = (None,) * (made[-1] - 1) if made else None
+        self._behind: tuple[None, ...] | None = None
+        for one, after in steps:
+            if (one.opname, after.opname) == ("BUILD_TUPLE", "RETURN_VALUE"):
+                self._behind = (None,) * (one.arg - 1)
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 
     def forward(
-        self, hidden_states: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor | tuple[Any, ...]:
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor | tuple[Any, ...]:
         self.handed_out = hidden_states
-        hidden = hidden_states if self.hand_in is None else self.hand_in
-        return hidden if self._behind is None else (hidden, *self._behind)
+        if self.hand_in is not None:
+            hidden_states = self.hand_in
+        if self._behind is None:
+            return hidden_states
+        return (hidden_states, *self._behind)
 
 
 class AbsentEmbedding(nn.Module):
-    """In the place of learned position embeddings behind decoder layer 0, where their sum is thrown
+    """A stand-in for learned position embeddings behind decoder layer 0, where their sum is thrown
     away.
     """
 
-    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self,
+        given: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
         # a zero of the host would be copied, and the host would wait
         return torch.zeros((), device=given.device)
 
@@ -68,25 +76,21 @@ def copy_settings(module: nn.Module, replacement: nn.Module) -> None:
     ask for.
     """
     for name, attribute in vars(module).items():
-        if (
-            not name.startswith("_")
-            and name != "training"
-            and isinstance(attribute, (str, int, float))
-        ):
+        is_setting = not name.startswith("_") and name != "training"
+        if is_setting and isinstance(attribute, (str, int, float)):
             setattr(replacement, name, attribute)
 
 
 def decoder_path(model: PreTrainedModel) -> tuple[str, str]:
-    """Path of the module that runs a stock causal LM's decoder layers, and its name for their list.
+    """Return the path of the module that runs a stock causal LM's decoder layers, and its name for
+    their list.
 
     ("model", "layers") for llama, ("transformer", "h") for gpt2. Raises UserError where there is no
     list.
     """
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and canonical_name(f"{name}.0.weight") == "llm.layers.0.weight"
-        ):
+        first = canonical_name(f"{name}.0.weight")
+        if isinstance(module, nn.ModuleList) and first == "llm.layers.0.weight":
             path, _, layers = name.rpartition(".")
             return path, layers
     raise UserError(
@@ -99,7 +103,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def absent_modules(
-    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
 ) -> dict[nn.Module, nn.Module]:
     """Map every module that a slice of decoder layers [first, last) does not hold to what takes its
     place.
@@ -107,10 +116,10 @@ def absent_modules(
     Raises UserError for a family with parameters outside its decoder layers that more than one
     stage would need.
     """
-    layers = decoder_layers(model)
-    absent: dict[nn.Module, nn.Module] = {
-        layer: Bookend(layer) for i, layer in enumerate(layers) if not first <= i < last
-    }
+    absent = {}
+    for i, layer in enumerate(decoder_layers(model)):
+        if not first <= i < last:
+            absent[layer] = Bookend(layer)
     if not embedding:
         absent[model.get_input_embeddings()] = nn.Identity()
     if not head:
@@ -122,9 +131,8 @@ def absent_modules(
         return absent
     for name, module in model.named_modules():
         part = canonical_name(f"{name}.weight").split(".")[1]
-        if part in ("layers", "embedding", "norm", "head") or not list(
-            module.parameters(recurse=False)
-        ):
+        is_empty = not list(module.parameters(recurse=False))
+        if is_empty or part in ("layers", "embedding", "norm", "head"):
             continue
         if not isinstance(module, nn.Embedding):
             raise UserError(
@@ -139,7 +147,10 @@ def holds_layer_0(first: int, last: int) -> bool:
     return first == 0 and last > 0
 
 
-def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
-    model.set_submodule(
-        next(name for name, child in model.named_modules() if child is module), replacement
-    )
+def replace(
+    model: nn.Module,
+    module: nn.Module,
+    replacement: nn.Module,
+) -> None:
+    name = next(name for name, child in model.named_modules() if child is module)
+    model.set_submodule(name, replacement)

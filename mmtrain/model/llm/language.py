@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -64,7 +64,7 @@ from mmtrain.model.llm.mixers import (
     running_on,
 )
 from mmtrain.model.trained.lora import without_marks
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import open_tensors, tensor_entries
 from mmtrain.model.weights.streaming import StreamedLayers
 
 
@@ -72,17 +72,22 @@ from mmtrain.model.weights.streaming import StreamedLayers
 class _HeadInput(MoeModelOutputWithPast):
     """All that stock causal LMs read of their base model's output."""
 
-    cross_attentions: tuple[torch.Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
 
 
 class _PassThrough(nn.Module):
-    """In the place of the decoder: of the causal LM the head remains."""
+    """A stand-in for the decoder, with which a causal LM runs its head alone."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
 
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
+    def forward(
+        self,
+        *_: Any,
+        inputs_embeds: Tensor,
+        **__: Any,
+    ) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
 
 
@@ -115,11 +120,13 @@ class DecoderLayers(nn.Module):
             "the head is on the stage with the last decoder layer, or the one after"
         )
         self.model = model.requires_grad_(False)
-        self.first, self.last = first, last
-        self.has_embedding, self.has_head = embedding, head
+        self.first = first
+        self.last = last
+        self.has_embedding = embedding
+        self.has_head = head
         self.hidden_size: int = numbers.hidden_size
         self.vocab_size: int = numbers.vocab_size
-        self.deepstack: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+        self.deepstack: tuple[Tensor, Sequence[Tensor]] | None = None
         """Places (P,) of image tokens, over rows laid end to end, and the features (P, D) that
         DeepStack adds there behind the first layer, the second, ...; the next `forward` uses them
         up."""
@@ -129,20 +136,22 @@ class DecoderLayers(nn.Module):
         self._dress_layers(narrow=False)
         self.eval()
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and
-        its scale if any.
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embed token ids (B, L) int64 -> (B, L, D), with the stock model's embedding and its
+        scale, if any.
 
         The scale is one that the stock forward applies to token ids alone, not to `inputs_embeds`.
         """
         assert self.has_embedding, "this slice has no embedding"
         embeddings = self.model.get_input_embeddings()(input_ids)
-        scale = TOKEN_SCALES.get(self.model.config.model_type)
-        return embeddings if scale is None else embeddings * getattr(self.model.config, scale)
+        config = self.model.config
+        if config.model_type in TOKEN_SCALES:
+            embeddings = embeddings * getattr(config, TOKEN_SCALES[config.model_type])
+        return embeddings
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has
-        the head.
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """Run hidden states (B, L, D) through the slice's decoder layers, and the final norm if it
+        has the head.
 
         `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they
         are on the CPU. For M-RoPE they are (4, B, L): grid positions (3, B, L) stand behind them. A
@@ -154,9 +163,12 @@ class DecoderLayers(nn.Module):
         return self._run(hidden, position_ids)
 
     def forward_rows(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
-        """With the head: `forward`'s result for some tokens alone, (S, D).
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        places: Tensor,
+    ) -> Tensor:
+        """Return `forward`'s result for some tokens alone, (S, D); for slices with the head.
 
         `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other
         tokens skip the final norm and, after `narrow_last_layer`, most of the last decoder layer.
@@ -178,36 +190,40 @@ class DecoderLayers(nn.Module):
         finally:
             self._last_layer.rows = None
 
-    def _run(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
         layers = decoder_layers(self.model)
-        before = layers[self.first - 1] if self.first > 0 else None
-        after = layers[self.last] if self.last < len(layers) else None
-        has_grid = position_ids.ndim == 3
-        documents, positions = (
-            (position_ids[0], position_ids[1:]) if has_grid else (position_ids, position_ids)
-        )
+        device = hidden.device
+        documents = positions = position_ids
+        if position_ids.ndim == 3:
+            documents = position_ids[0]
+            positions = position_ids[1:]
+
         hooks = self._adding_deepstack()
         try:
-            if before is not None:
-                before.hand_in = hidden
+            embeddings = hidden
+            if self.first > 0:
+                layers[self.first - 1].hand_in = hidden
+                # Behind a bookend the input tells shape, dtype and device only: detached, nothing
+                # is saved for it.
+                embeddings = hidden.detach()
             # Told that nothing is padding, transformers does not look for documents, and the host
             # waits for no answer.
             no_padding = torch.ones(
-                documents.shape, dtype=torch.bool, device=hidden.device
-            ).as_subclass(NoPadding)
-            sequences = (
-                Sequences.of_positions(documents, hidden.device) if self._has_mixers else None
+                documents.shape,
+                dtype=torch.bool,
+                device=device,
             )
+            sequences = Sequences.of_positions(documents, device) if self._has_mixers else None
             with document_positions(documents), running_on(sequences):
-                # Behind a bookend the input tells shape, dtype and device only: detached, nothing
-                # is saved for it.
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
-                    inputs_embeds=hidden if before is None else hidden.detach(),
-                    attention_mask=no_padding,
-                    position_ids=copied(positions, hidden.device),
+                    inputs_embeds=embeddings,
+                    attention_mask=no_padding.as_subclass(NoPadding),
+                    position_ids=copied(positions, device),
                     use_cache=False,
                 )
-            result = output.last_hidden_state if after is None else after.handed_out
+            result = output.last_hidden_state
+            if self.last < len(layers):
+                result = layers[self.last].handed_out
             assert result is not None, "the stock model did not run its layers in order"
             return result
         finally:
@@ -225,22 +241,27 @@ class DecoderLayers(nn.Module):
         """
         if self.deepstack is None:
             return []
-        (places, features), self.deepstack = self.deepstack, None
+        places, features = self.deepstack
+        self.deepstack = None
         assert self.first == 0 and len(features) <= self.last, (
             "stage 0 holds the layers behind which DeepStack adds"
         )
 
-        def hook(added: torch.Tensor, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        def hook(
+            added: Tensor,
+            _: nn.Module,
+            __: Any,
+            output: Tensor,
+        ) -> Tensor:
             return output.flatten(0, 1).index_add(0, places, added).view_as(output)
 
-        layers = decoder_layers(self.model)
-        return [
-            layers[i].register_forward_hook(partial(hook, added))
-            for i, added in enumerate(features)
-        ]
+        hooks = []
+        for layer, added in zip(decoder_layers(self.model), features, strict=False):
+            hooks.append(layer.register_forward_hook(partial(hook, added)))
+        return hooks
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft
+    def logits(self, rows: Tensor) -> Tensor:
+        """Map normed hidden states (N, D) to logits (N, V), with the family's own scaling and soft
         cap.
         """
         assert self.has_head, "this slice has no head"
@@ -295,7 +316,8 @@ class DecoderLayers(nn.Module):
             if narrow and i == len(layers) - 1:
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
             elif i < self._recomputed:
-                layer.forward = (recomputing_on_documents if mixers else recomputing)(layer.forward)
+                recompute = recomputing_on_documents if mixers else recomputing
+                layer.forward = recompute(layer.forward)
             # around all of it
             if self.streamed is not None and self.first + i in self.streamed.layers:
                 layer.forward = self.streamed.around(self.first + i, layer.forward)
@@ -313,7 +335,13 @@ def slice_of(
     """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes
     all of them.
     """
-    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    absent = absent_modules(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+    )
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
     with quiet():  # about the tower, which was dropped
@@ -321,7 +349,14 @@ def slice_of(
     if streamed is not None:
         for i in range(first, last):
             streamed.take(i, decoder_layers(part)[i])
-    return DecoderLayers(part, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        part,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 def load_decoder_layers(
@@ -349,15 +384,19 @@ def load_decoder_layers(
     """
     weights = _Weights(path, dtype, mrope)
     matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
-    stay = streamed is None and torch.device(device).type == "cpu"
-    at_once = range(first, last if stay else min(first + 1, last))
+    at_once = range(first, last)
+    if streamed is not None or torch.device(device).type != "cpu":
+        at_once = at_once[:1]
     model = weights.load(at_once, embedding=matrix, head=head)
     layers = decoder_layers(model)
     for i in range(first, last):
         if i not in at_once:
-            layers[i] = decoder_layers(weights.load(range(i, i + 1), embedding=False, head=False))[
-                i
-            ]
+            part = weights.load(
+                range(i, i + 1),
+                embedding=False,
+                head=False,
+            )
+            layers[i] = decoder_layers(part)[i]
             for module in layers[i].modules():
                 if "config" in vars(module):  # one for the whole model, as the stock model has it
                     module.config = model.config
@@ -367,64 +406,84 @@ def load_decoder_layers(
     model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
-    return DecoderLayers(model, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 class _Weights:
-    """A causal LM's folder, of which parts are loaded by themselves."""
+    """The weights in a causal LM's folder, loaded part by part."""
 
-    def __init__(self, path: str, dtype: torch.dtype, mrope: bool) -> None:
-        self._path, self._dtype = path, dtype
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        mrope: bool,
+    ) -> None:
+        self._path = path
+        self._dtype = dtype
         folder = model_folder(path)
         self.config = causal_config(folder, mrope)
         _set_options(self.config)
         self._stock = llm_class(self.config)
-        self._files = llm_tensors(folder, tensor_places(folder))
+        self._files = llm_tensors(folder, tensor_entries(folder))
         if is_mrope_class(self.config):
-            self._files = {
-                name.replace("model.", "model.language_model.", 1): at
-                for name, at in self._files.items()
-            }
-        names = full_names(self.config.model_type, self._files)
-        self._global = {on_disk: canonical_name(name) for on_disk, name in names.items()}
-        built, planned = (
-            self.config.get_text_config().num_hidden_layers,
-            len(llm_shape(path).decoder),
-        )
+            names = (name.replace("model.", "model.language_model.", 1) for name in self._files)
+            self._files = dict(zip(names, self._files.values(), strict=True))
+        full = full_names(self.config.model_type, self._files)
+        self._global = {on_disk: canonical_name(name) for on_disk, name in full.items()}
+        built = self.config.get_text_config().num_hidden_layers
+        planned = len(llm_shape(path).decoder)
         if built != planned:  # a default of transformers, where config.json says none
             raise UserError(
                 f"{path}: transformers builds {built} decoder layers, but the weights have "
-                f"{planned}. Write "
-                "num_hidden_layers into config.json"
+                f"{planned}. Write num_hidden_layers into config.json"
             )
 
-    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+    def load(
+        self,
+        layers: range,
+        *,
+        embedding: bool,
+        head: bool,
+    ) -> PreTrainedModel:
         """Load the model with these decoder layers alone, on the CPU, and the ends that are asked
         for.
         """
         stock = self._stock
         first, last = layers.start, layers.stop
 
-        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        def build(
+            model: PreTrainedModel,
+            *arguments: Any,
+            **options: Any,
+        ) -> None:
             stock.__init__(model, *arguments, **options)
             drop_tower(model)
-            for module, replacement in absent_modules(
-                model, first, last, embedding=embedding, head=head
-            ).items():
+            absent = absent_modules(
+                model,
+                first,
+                last,
+                embedding=embedding,
+                head=head,
+            )
+            for module, replacement in absent.items():
                 replace(model, module, replacement)
             _initialise_present_layers(model)
+            ties = getattr(model.config, "tie_word_embeddings", False)
             if not head:  # else transformers looks for the LM head that is tied to the embedding
                 model.all_tied_weights_keys = {}
-            elif (
-                getattr(model.config, "tie_word_embeddings", False)
-                and not model.all_tied_weights_keys
-            ):
+            elif ties and not model.all_tied_weights_keys:
                 # kimi_linear's own class ties nothing, multimodal ones tie its head
-                names = (name for name, _ in model.named_parameters())
-                embedding_name = next(
-                    name for name in names if canonical_name(name) == "llm.embedding.weight"
-                )
-                model.all_tied_weights_keys = {"lm_head.weight": embedding_name}
+                for name, _ in model.named_parameters():
+                    if canonical_name(name) == "llm.embedding.weight":
+                        model.all_tied_weights_keys = {"lm_head.weight": name}
+                        break
 
         def wanted(name: str) -> bool:
             _, part, *rest = self._global[name].split(".")
@@ -432,12 +491,16 @@ class _Weights:
                 return int(rest[0]) in layers
             if part == "embedding":
                 return embedding
-            return head if part in ("norm", "head") else holds_layer_0(first, last)
+            if part in ("norm", "head"):
+                return head
+            return holds_layer_0(first, last)
 
-        tensors = open_tensors({name: place for name, place in self._files.items() if wanted(name)})
+        tensors = open_tensors({name: self._files[name] for name in filter(wanted, self._files)})
         # The name and module of the stock class: transformers finds its conversions by them.
         part_class = type(
-            stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__}
+            stock.__name__,
+            (stock,),
+            {"__init__": build, "__module__": stock.__module__},
         )
         with quiet():
             model, report = part_class.from_pretrained(
@@ -450,9 +513,10 @@ class _Weights:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        faults = {
-            kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries
-        }
+        faults = {}
+        for kind, entries in report.items():
+            if entries:
+                faults[kind] = sorted(map(str, entries))[:3]
         if faults:
             raise UserError(
                 f"{self._path}: the weights do not fit config.json ({faults}). "
@@ -466,23 +530,24 @@ def _initialise_present_layers(model: PreTrainedModel) -> None:
     is loaded.
     """
     path, name = decoder_path(model)
-    decoder, layers = model.get_submodule(path), decoder_layers(model)
+    decoder = model.get_submodule(path)
+    layers = decoder_layers(model)
+    present = nn.ModuleList(layer for layer in layers if not isinstance(layer, Bookend))
     stock = decoder._init_weights
 
     def initialise(module: nn.Module) -> None:
         if module is decoder:
-            setattr(
-                decoder,
-                name,
-                nn.ModuleList(layer for layer in layers if not isinstance(layer, Bookend)),
-            )
+            setattr(decoder, name, present)
         stock(module)
         setattr(decoder, name, layers)
 
     decoder._init_weights = initialise
 
 
-def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
+def causal_config(
+    folder: Path,
+    mrope: bool = False,
+) -> PreTrainedConfig:
     """Read transformers' config of the causal LM in a folder. Raises UserError for a family that
     cannot be used.
 
@@ -498,13 +563,16 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
             f"{folder}: transformers {transformers.__version__} does not know {family}. {why}"
         )
     with quiet():  # about mrope_section, which some text models' configs do not list
-        part = "text_config in " * holds_parts(folder)
+        has_parts = holds_parts(folder)
+        part = "text_config in " if has_parts else ""
         with foreign_files(f"{folder}: {part}config.json"):
-            if part:
+            if has_parts:
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
             else:
                 config = AutoConfig.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=False,
                 )
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
@@ -520,18 +588,16 @@ def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
     """Wrap an LLM's config in its multimodal class's; one without M-RoPE gets that class's
     sections.
     """
-    text, family = language.to_dict(), MROPE_MODELS[language.model_type]
+    text = language.to_dict()
+    family = MROPE_MODELS[language.model_type]
     if language.model_type in MROPE_SECTIONS:
-        height, width, more = MROPE_SECTIONS[language.model_type]
-        frequencies = (
-            text.get("head_dim") or language.hidden_size // language.num_attention_heads
-        ) // 2
-        height, width = (part * frequencies // 64 for part in (height, width))
-        rope = {
-            **text["rope_parameters"],
-            "mrope_section": [frequencies - height - width, height, width],
-            **more,
-        }
+        of_height, of_width, more = MROPE_SECTIONS[language.model_type]
+        head_width = text.get("head_dim") or language.hidden_size // language.num_attention_heads
+        frequencies = head_width // 2
+        height = of_height * frequencies // 64
+        width = of_width * frequencies // 64
+        section = [frequencies - height - width, height, width]
+        rope = {**text["rope_parameters"], "mrope_section": section, **more}
         text |= {"model_type": f"{family}_text", "rope_parameters": rope}
     tied = bool(getattr(language, "tie_word_embeddings", False))
     return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
@@ -543,11 +609,9 @@ def is_mrope_class(config: PreTrainedConfig) -> bool:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    return (
-        transformers.AutoModelForImageTextToText
-        if is_mrope_class(config)
-        else transformers.AutoModelForCausalLM
-    )
+    if is_mrope_class(config):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -556,16 +620,18 @@ def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def drop_tower(model: PreTrainedModel) -> None:
-    """Leave nothing of a multimodal model but its LLM."""
+    """Remove everything of a multimodal model but its LLM."""
     if is_mrope_class(model.config):
         outer, _, decoder = decoder_path(model)[0].rpartition(".")
-        for name in [
-            name for name, _ in model.get_submodule(outer).named_children() if name != decoder
-        ]:
-            model.set_submodule(f"{outer}.{name}", nn.Identity())
+        for name, _ in list(model.get_submodule(outer).named_children()):
+            if name != decoder:
+                model.set_submodule(f"{outer}.{name}", nn.Identity())
 
 
-def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:
+def config_from(
+    kind: type[PreTrainedConfig],
+    config_json: Mapping[str, Any],
+) -> PreTrainedConfig:
     """Make transformers' config from a config.json in memory, which spells infinity {"__float__":
     "Infinity"}.
     """
@@ -576,12 +642,8 @@ def _set_options(config: PreTrainedConfig) -> None:
     """Switch off outputs that config.json may ask for and a stage does not return: they keep
     activations alive.
     """
-    for option in (
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "use_cache",
-    ):
+    names = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
+    for option in names:
         if getattr(config, option, False):
             setattr(config, option, False)
 
@@ -589,7 +651,8 @@ def _set_options(config: PreTrainedConfig) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and its report of what does not fit."""
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmtrain.base.devices import copied
@@ -38,7 +38,12 @@ def recomputing(forward: Forward) -> Forward:
     """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in
     eval mode.
     """
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    return functools.partial(
+        checkpoint,
+        forward,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 class Rows:
@@ -46,12 +51,15 @@ class Rows:
     CPU.
     """
 
-    def __init__(self, places: torch.Tensor, device: torch.device) -> None:
-        self.places, self.on_host = copied(places, device), places.cpu()
+    def __init__(self, places: Tensor, device: torch.device) -> None:
+        self.places = copied(places, device)
+        self.on_host = places.cpu()
 
-    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(B, L, ...) -> (1, S, ...), on the tensor's device."""
-        places = self.places if tensor.device == self.places.device else self.on_host
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """Select the tokens of (B, L, ...) as (1, S, ...), on the tensor's device."""
+        places = self.places
+        if tensor.device != places.device:
+            places = self.on_host
         return tensor.flatten(0, 1).index_select(0, places)[None]
 
 
@@ -59,13 +67,13 @@ class LastLayer:
     """A stock decoder layer's `forward` for all tokens, or for those of `rows` while it is set."""
 
     def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
-        queries, keys = (
-            [module for name, module in layer.named_modules() if name.split(".")[-1] in names]
-            for names in (QUERY_PROJECTIONS, KEY_PROJECTIONS)
-        )
-        on_rows = functools.partial(run_on_rows, layer.forward, queries, keys)
-        self.whole = recomputing(layer.forward) if recompute else layer.forward
-        self.on_rows = recomputing(on_rows) if recompute else on_rows
+        queries = _named(layer, QUERY_PROJECTIONS)
+        keys = _named(layer, KEY_PROJECTIONS)
+        self.whole: Forward = layer.forward
+        self.on_rows: Forward = functools.partial(run_on_rows, layer.forward, queries, keys)
+        if recompute:
+            self.whole = recomputing(self.whole)
+            self.on_rows = recomputing(self.on_rows)
         self.rows: Rows | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -76,12 +84,16 @@ class LastLayer:
         return self.on_rows(self.rows, *arguments, **options)
 
 
+def _named(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    return [module for name, module in layer.named_modules() if name.split(".")[-1] in names]
+
+
 def run_on_rows(
     forward: Forward,
     query_projections: Sequence[nn.Module],
     key_projections: Sequence[nn.Module],
     rows: Rows,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     *arguments: Any,
     **options: Any,
 ) -> Any:
@@ -94,6 +106,7 @@ def run_on_rows(
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
     if name is None:
         raise TypeError(f"{inspect.unwrap(forward)} has no argument for a cache")
+
     call.arguments[name] = _Cache()
     try:
         with _giving_zeros(query_projections):
@@ -103,14 +116,12 @@ def run_on_rows(
         keys_and_values = reached.args
     of_all = tuple(hidden.shape[:2])
 
-    def of_rows(value: torch.Tensor | Documents) -> torch.Tensor | Documents:
+    def of_rows(value: Tensor | Documents) -> Tensor | Documents:
         if isinstance(value, Documents):
             return value.at(rows.on_host)
         return rows.of_tensor(value.expand(of_all[0], *value.shape[1:]))
 
-    call.arguments.update(
-        {name: map_tokens(value, of_all, of_rows) for name, value in call.arguments.items()}
-    )
+    call.arguments.update(map_tokens(call.arguments, of_all, of_rows))
     call.arguments[name] = _Cache(*keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
@@ -118,16 +129,14 @@ def run_on_rows(
 
 @contextlib.contextmanager
 def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context linear layers whose results are not used give zeros, without a matrix
+    """Let linear layers with unused results give zeros within this context, without a matrix
     product.
     """
-    linear = [
-        module
-        for module in projections
-        if type(module) is nn.Linear or hasattr(module, "base_layer")
-    ]
-    for module in linear:
-        module.forward = functools.partial(_zeros, module.out_features)
+    linear = []
+    for module in projections:
+        if type(module) is nn.Linear or hasattr(module, "base_layer"):
+            module.forward = functools.partial(_zeros, module.out_features)
+            linear.append(module)
     try:
         yield
     finally:
@@ -135,18 +144,22 @@ def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
             del module.forward
 
 
-def _zeros(width: int, rows: torch.Tensor) -> torch.Tensor:
+def _zeros(width: int, rows: Tensor) -> Tensor:
     return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
-def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an
-    argument of a layer.
+def map_tokens(
+    value: Any,
+    of_all: tuple[int, int],
+    change: Callable[[Any], Any],
+) -> Any:
+    """Apply `change` to Documents and to each tensor for all tokens (B, L), `of_all`, in a layer's
+    argument.
     """
     if isinstance(value, Documents):
         return change(value)
-    if isinstance(value, torch.Tensor):
-        return change(value) if tuple(value.shape[:2]) in (of_all, (1, of_all[1])) else value
+    if isinstance(value, Tensor) and tuple(value.shape[:2]) in (of_all, (1, of_all[1])):
+        return change(value)
     if isinstance(value, dict):
         return {key: map_tokens(part, of_all, change) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
@@ -161,12 +174,16 @@ class _CacheReached(Exception):  # noqa: N818 - no error
 class _Cache:
     """A cache that leaves the layer with its keys and values, or returns those that it holds."""
 
-    def __init__(self, *keys_and_values: torch.Tensor) -> None:
+    def __init__(self, *keys_and_values: Tensor) -> None:
         self._keys_and_values = keys_and_values
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, ...]:
+        self,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, ...]:
         if not self._keys_and_values:
             raise _CacheReached(key, value)
         return self._keys_and_values

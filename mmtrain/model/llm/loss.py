@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mmtrain.base.devices import copied
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK
+
+# maps rows (C, D) to logits (C, V)
+LogitsOf = Callable[[Tensor], Tensor]
 
 
 class _SupervisedLossSum(torch.autograd.Function):
@@ -28,14 +32,16 @@ class _SupervisedLossSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
-        labels: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        rows: Tensor,
+        labels: Tensor,
+        logits_of: LogitsOf,
         chunk: int,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        *parameters: Tensor,
+    ) -> Tensor:
         wants_rows = rows.requires_grad
-        row_gradient = torch.zeros_like(rows) if wants_rows else None
+        row_gradient = None
+        if wants_rows:
+            row_gradient = torch.zeros_like(rows)
         parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
@@ -43,7 +49,9 @@ class _SupervisedLossSum(torch.autograd.Function):
             with torch.enable_grad():
                 piece = rows[part].detach().requires_grad_(wants_rows)
                 loss = F.cross_entropy(logits_of(piece).float(), labels[part], reduction="sum")
-                inputs = [*([piece] if wants_rows else []), *parameters]
+                inputs = list(parameters)
+                if wants_rows:
+                    inputs.insert(0, piece)
                 gradients = list(torch.autograd.grad(loss, inputs))
             if row_gradient is not None:
                 row_gradient[part] = gradients.pop(0)
@@ -55,29 +63,34 @@ class _SupervisedLossSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        upstream: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
-        scaled = None if row_gradient is None else row_gradient * upstream.to(row_gradient.dtype)
-        gradients = (
-            (g * upstream).to(d)
-            for g, d in zip(parameter_gradients, ctx.parameter_dtypes, strict=True)
-        )
-        return scaled, None, None, None, *gradients
+        if row_gradient is not None:
+            row_gradient = row_gradient * upstream.to(row_gradient.dtype)
+        scaled = []
+        for gradient, dtype in zip(parameter_gradients, ctx.parameter_dtypes, strict=True):
+            scaled.append((gradient * upstream).to(dtype))
+        return row_gradient, None, None, None, *scaled
 
 
-def supervised_places(labels: torch.Tensor) -> torch.Tensor:
-    """Places (S,) int64, over rows laid end to end, where `labels` (B, L) are not IGNORE."""
+def supervised_places(labels: Tensor) -> Tensor:
+    """Return the places (S,) int64, over rows laid end to end, where `labels` (B, L) are not
+    IGNORE.
+    """
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
 def supervised_loss_sum(
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: Tensor,
+    targets: Tensor,
+    logits_of: LogitsOf,
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
-) -> torch.Tensor:
-    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even
+) -> Tensor:
+    """Sum the cross entropy of supervised tokens, in nats, 0-dimensional; part of the graph even
     when S is 0.
 
     `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of`
@@ -88,17 +101,21 @@ def supervised_loss_sum(
     if not (torch.is_grad_enabled() and (rows.requires_grad or trainable)):
         return loss_sum_and_predictions(rows, targets, logits_of, vocab_size)[0]
     return _SupervisedLossSum.apply(
-        rows, targets, logits_of, _rows_per_chunk(vocab_size), *trainable
+        rows,
+        targets,
+        logits_of,
+        _rows_per_chunk(vocab_size),
+        *trainable,
     )
 
 
 def loss_sum_and_predictions(
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: Tensor,
+    targets: Tensor,
+    logits_of: LogitsOf,
     vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in
+) -> tuple[Tensor, Tensor]:
+    """Return the loss sum without gradients, and the logits' arg max, (S,) int64; arguments as in
     `supervised_loss_sum`.
     """
     chunk = _rows_per_chunk(vocab_size)
@@ -111,8 +128,8 @@ def loss_sum_and_predictions(
     return total, predicted
 
 
-def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
+def count_answers(labels: Tensor, predicted: Tensor) -> Tensor:
+    """Count a prediction's correct tokens, answers and exact answers, (3,) float64.
 
     `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any
     device. An answer is a run of supervised positions in a row. Those of two documents never merge:
@@ -126,9 +143,8 @@ def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
     answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1
     answers = int(begins.sum())
     wrong = (predicted != copied(labels[supervised], device)).long()
-    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device).index_add_(
-        0, copied(answer, device), wrong
-    )
+    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device)
+    wrong_tokens.index_add_(0, copied(answer, device), wrong)
     all_answers = torch.full((), answers, device=device)
     return torch.stack([(1 - wrong).sum(), all_answers, (wrong_tokens == 0).sum()]).double()
 
@@ -137,6 +153,6 @@ def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, LOGITS_PER_CHUNK // vocab_size)
 
 
-def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss sum and arg max of a chunk, whose logits end with this function."""
+def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss sum and arg max of a chunk; its logits are freed when this returns."""
     return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

@@ -1,5 +1,4 @@
-"""Recurrent layers in packs: what mixes along the sequence and is not attention runs document by
-document.
+"""Recurrent layers in packs: modules that mix tokens without attention run document by document.
 
     hidden (B, L, D) of packed rows --documents of one length--> (n, length, D) --stock mixer-->
         results --> (B, L, D)
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.devices import copied
 from mmtrain.base.printing import escape
@@ -41,8 +40,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a decoder layer that mix its tokens without attention, outermost ones
     alone.
     """
-    mixers: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    mixers = []
+    inside = set()
     for module in list(layer.modules())[1:]:
         stock = inspect.unwrap(type(module).forward)
         takes_cache = not _CACHES.isdisjoint(inspect.signature(stock).parameters)
@@ -58,41 +57,47 @@ class Sequences:
 
     shape: tuple[int, int]
     # (length, places (n * length,) int64 on the device)
-    groups: tuple[tuple[int, torch.Tensor], ...]
+    groups: tuple[tuple[int, Tensor], ...]
     # (B * L,), on the device: places of tokens in the groups; None: they are in order
-    inverse: torch.Tensor | None
+    inverse: Tensor | None
     # of the documents, as kernels take them, under transformers' names
-    borders: dict[str, torch.Tensor]
+    borders: dict[str, Tensor]
 
     @classmethod
-    def of_positions(cls, position_ids: torch.Tensor, device: torch.device | str) -> Sequences:
+    def of_positions(
+        cls,
+        position_ids: Tensor,
+        device: torch.device | str,
+    ) -> Sequences:
         """Find the documents where `position_ids` (B, L) do not go on, and at the beginning of each
         row.
         """
         positions = position_ids.cpu()
         begins = torch.ones(positions.shape, dtype=torch.bool)
         begins[:, 1:] = positions.diff() != 1
-        places = begins.flatten().nonzero().flatten()
-        lengths = torch.cat([places, torch.tensor([positions.numel()])]).diff()
-        of_length: dict[int, list[int]] = defaultdict(list)
-        for begin, length in zip(places.tolist(), lengths.tolist(), strict=True):
+        firsts = begins.flatten().nonzero().flatten()
+        lengths = torch.cat([firsts, torch.tensor([positions.numel()])]).diff()
+        of_length = defaultdict(list)
+        for begin, length in zip(firsts.tolist(), lengths.tolist(), strict=True):
             of_length[length].append(begin)
-        groups = [
-            (length, (torch.tensor(of)[:, None] + torch.arange(length)).flatten())
-            for length, of in of_length.items()
-        ]
-        inverse = torch.cat([places for _, places in groups]).argsort() if len(groups) > 1 else None
+
+        groups = []
+        in_groups = []
+        for length, of in of_length.items():
+            places = (torch.tensor(of)[:, None] + torch.arange(length)).flatten()
+            in_groups.append(places)
+            groups.append((length, copied(places, device)))
+        inverse = None
+        if len(groups) > 1:
+            inverse = copied(torch.cat(in_groups).argsort(), device)
+
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return cls(
-            tuple(positions.shape),
-            tuple((length, copied(places, device)) for length, places in groups),
-            None if inverse is None else copied(inverse, device),
-            {
-                "cu_seq_lens_q": copied(offsets.int(), device),
-                "seq_idx": copied(numbers.int(), device),
-            },
-        )
+        borders = {
+            "cu_seq_lens_q": copied(offsets.int(), device),
+            "seq_idx": copied(numbers.int(), device),
+        }
+        return cls(tuple(positions.shape), tuple(groups), inverse, borders)
 
 
 _SEQUENCES: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
@@ -100,7 +105,7 @@ _SEQUENCES: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 @contextmanager
 def running_on(sequences: Sequences | None) -> Iterator[None]:
-    """Within this context mixers keep these documents apart."""
+    """Let mixers keep these documents apart within this context."""
     token = _SEQUENCES.set(sequences)
     try:
         yield
@@ -113,7 +118,11 @@ def recomputing_on_documents(forward: Forward) -> Forward:
     documents in backward.
     """
 
-    def run(sequences: Sequences | None, *arguments: Any, **options: Any) -> Any:
+    def run(
+        sequences: Sequences | None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
         with running_on(sequences):
             return forward(*arguments, **options)
 
@@ -131,7 +140,8 @@ class ByDocument:
     """
 
     def __init__(self, mixer: nn.Module) -> None:
-        self._forward, self._signature = mixer.forward, inspect.signature(mixer.forward)
+        self._forward = mixer.forward
+        self._signature = inspect.signature(mixer.forward)
         self._backend: Backend | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -141,76 +151,78 @@ class ByDocument:
         if self._backend is None:
             self._backend = self._choose(next(iter(call.arguments.values())))
         note_backend(self._backend)
-        return (
-            self._in_one_call(call, sequences)
-            if self._backend.reason is None
-            else self._loop(call, sequences)
-        )
+        if self._backend.reason is None:
+            return self._in_one_call(call, sequences)
+        return self._loop(call, sequences)
 
-    def _loop(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+    def _loop(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
         results = []
         for length, places in sequences.groups:
 
             def chosen(
-                tokens: torch.Tensor, length: int = length, places: torch.Tensor = places
-            ) -> torch.Tensor:
-                own = tokens if sequences.inverse is None else tokens.index_select(0, places)
-                return own.unflatten(0, (-1, length))
+                tokens: Tensor,
+                length: int = length,
+                places: Tensor = places,
+            ) -> Tensor:
+                if sequences.inverse is not None:
+                    tokens = tokens.index_select(0, places)
+                return tokens.unflatten(0, (-1, length))
 
             results.append(self._run(call, sequences, chosen))
-        hidden = [
-            (result[0] if isinstance(result, tuple) else result).flatten(0, 1) for result in results
-        ]
-        joined = (
-            hidden[0]
-            if sequences.inverse is None
-            else torch.cat(hidden).index_select(0, sequences.inverse)
-        )
+        hidden = [_states(result).flatten(0, 1) for result in results]
+        joined = hidden[0]
+        if sequences.inverse is not None:
+            joined = torch.cat(hidden).index_select(0, sequences.inverse)
         return _like(results[0], joined.unflatten(0, sequences.shape))
 
-    def _in_one_call(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
-        result = self._run(call, sequences, lambda tokens: tokens[None], **sequences.borders)
-        hidden = result[0] if isinstance(result, tuple) else result
-        return _like(result, hidden[0].unflatten(0, sequences.shape))
+    def _in_one_call(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
+        result = self._run(
+            call,
+            sequences,
+            lambda tokens: tokens[None],
+            **sequences.borders,
+        )
+        return _like(result, _states(result)[0].unflatten(0, sequences.shape))
 
     def _run(
         self,
         call: inspect.BoundArguments,
         sequences: Sequences,
-        chosen: Callable[[torch.Tensor], torch.Tensor],
-        **borders: torch.Tensor,
+        chosen: Callable[[Tensor], Tensor],
+        **borders: Tensor,
     ) -> Any:
         """Run the stock forward on what `chosen` makes of each argument for all tokens, (B * L,
         ...).
         """
 
-        def of_call(value: torch.Tensor | Documents) -> torch.Tensor | None:
+        def of_call(value: Tensor | Documents) -> Tensor | None:
             if isinstance(value, (Documents, NoPadding)):
                 return None  # within a document no token is hidden
             return chosen(value.expand(sequences.shape[0], *value.shape[1:]).flatten(0, 1))
 
-        arguments = {
-            name: map_tokens(value, sequences.shape, of_call)
-            for name, value in call.arguments.items()
-        }
+        arguments = map_tokens(call.arguments, sequences.shape, of_call)
         own = inspect.BoundArguments(call.signature, arguments)
         return self._forward(*own.args, **own.kwargs, **borders)
 
-    def _choose(self, hidden: torch.Tensor) -> Backend:
+    def _choose(self, hidden: Tensor) -> Backend:
+        layers = "recurrent layers"
         if not hidden.is_cuda:
-            return Backend(
-                "recurrent layers", "document", "kernels that take borders need a GPU", slow=False
-            )
+            return Backend(layers, "document", "kernels that take borders need a GPU")
         reason = self.reason_against_kernels(hidden)
-        return Backend(
-            "recurrent layers",
-            "library" if reason is None else "document",
-            reason,
-            slow=reason is not None,
-        )
+        if reason is None:
+            return Backend(layers, "library")
+        return Backend(layers, "document", reason, slow=True)
 
     @torch.enable_grad()
-    def reason_against_kernels(self, hidden: torch.Tensor) -> str | None:
+    def reason_against_kernels(self, hidden: Tensor) -> str | None:
         """Compare the library's kernels, given documents' borders, with the loop; None if both are
         alike.
 
@@ -219,31 +231,32 @@ class ByDocument:
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
         shape = (1, sum(_TRIED), hidden.shape[-1])
-        inputs, upstream = (
-            torch.randn(shape, generator=generator, device=hidden.device) for _ in range(2)
+        inputs = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
+        )
+        upstream = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
         )
         inputs = inputs.to(hidden.dtype).requires_grad_()
         positions = torch.cat([torch.arange(length) for length in _TRIED])[None]
         sequences = Sequences.of_positions(positions, hidden.device)
         accepted = self._signature.parameters
-        if "seq_idx" not in accepted and not any(
-            one.kind is one.VAR_KEYWORD for one in accepted.values()
-        ):
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+        if "seq_idx" not in accepted and not takes_any:
             return "transformers' code of this layer takes no borders of documents"
         try:
             call = self._signature.bind(inputs)
         except TypeError:
             return "kernels are compared on hidden states alone, and this layer needs more"
 
-        def outcome(result: Any) -> torch.Tensor:
-            states = result[0] if isinstance(result, tuple) else result
-            return torch.stack(
-                [states, torch.autograd.grad(states, inputs, upstream.to(states.dtype))[0]]
-            )
-
-        def differs(result: torch.Tensor, expected: torch.Tensor) -> bool:
-            gaps, most = ((x.float().abs().amax((1, 2, 3))) for x in (result - expected, expected))
-            return not bool((gaps <= AGREEMENT * most).all())
+        def outcome(result: Any) -> Tensor:
+            states = _states(result)
+            (gradient,) = torch.autograd.grad(states, inputs, upstream.to(states.dtype))
+            return torch.stack([states, gradient])
 
         try:
             expected = outcome(self._loop(call, sequences))
@@ -251,7 +264,7 @@ class ByDocument:
             leaking = outcome(self._forward(inputs))
         except Exception as error:  # kernels of foreign libraries raise what they like
             return escape(str(error).strip().partition("\n")[0], 200) or type(error).__name__
-        if not differs(ours, expected) and differs(leaking, expected):
+        if not _differ(ours, expected) and _differ(leaking, expected):
             return None
         return (
             "the kernels found here mix documents. "
@@ -259,6 +272,17 @@ class ByDocument:
         )
 
 
-def _like(result: Any, hidden: torch.Tensor) -> Any:
-    """Return `hidden` as a mixer returns it: alone, or first of several."""
+def _differ(result: Tensor, expected: Tensor) -> bool:
+    gaps = (result - expected).float().abs().amax((1, 2, 3))
+    most = expected.float().abs().amax((1, 2, 3))
+    return not bool((gaps <= AGREEMENT * most).all())
+
+
+def _states(result: Any) -> Tensor:
+    """Return the hidden states of a mixer's result, which are alone or first of several."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _like(result: Any, hidden: Tensor) -> Any:
+    """Return `hidden` as a mixer returns it."""
     return (hidden, *result[1:]) if isinstance(result, tuple) else hidden

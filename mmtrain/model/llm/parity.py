@@ -20,12 +20,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.model.llm.attention import ATTENTION, document_positions
 from mmtrain.model.llm.bookends import decoder_layers
-from mmtrain.model.llm.language import is_mrope_class, slice_of
+from mmtrain.model.llm.language import DecoderLayers, is_mrope_class, slice_of
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
 from mmtrain.model.llm.tiny import VOCABULARY, draw_scales, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
@@ -47,8 +48,66 @@ class Differences(NamedTuple):
     packed: float
 
 
+class _Trial:
+    """A tiny model and token ids of documents, on which it runs in several ways."""
+
+    def __init__(self, config: PreTrainedConfig, seed: int) -> None:
+        self.model = tiny_model(draw_scales(config, seed), seed)
+        generator = torch.Generator().manual_seed(seed)
+        self._ids = torch.randint(VOCABULARY, (1, sum(DOCUMENTS)), generator=generator)
+        self._weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
+        documents = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+        self._documents = self._rotary = self._positions = documents
+        if is_mrope_class(config):
+            # as in a picture of rows of 5 tokens
+            times = torch.zeros_like(documents)
+            self._rotary = torch.stack([times, documents // 5, documents % 5])
+            self._positions = torch.cat([documents[None], self._rotary])
+        self.slices: list[DecoderLayers] = []
+        self._embedded = embedded = []
+
+        def keep(*call: Any) -> Tensor:
+            """Hook: begin the gradient at the embedding's output."""
+            embedded.append(call[-1].detach().requires_grad_())
+            return embedded[-1]
+
+        self.model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
+
+    def separate(self) -> Tensor:
+        # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to
+        # 4e-4.
+        parts = map(self._logits, self._ids.split(DOCUMENTS, 1), self._rotary.split(DOCUMENTS, -1))
+        return torch.cat(list(parts))
+
+    def whole(self) -> Tensor:
+        sequences = Sequences.of_positions(self._documents, "cpu")
+        with document_positions(self._documents), running_on(sequences):
+            return self._logits(self._ids, self._rotary)
+
+    def _logits(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, position_ids=position_ids, use_cache=False).logits[0]
+
+    def staged(self) -> Tensor:
+        hidden = self.slices[0].embed(self._ids)
+        for part in self.slices:
+            hidden = part(hidden, self._positions)
+        return self.slices[-1].logits(hidden[0])
+
+    def run(self, forward: Callable[[], Tensor]) -> list[Tensor]:
+        """Return logits and gradient of the embeddings of each document."""
+        self._embedded.clear()
+        logits = forward()
+        loss = (logits * self._weights).sum()
+        gradient = torch.cat(torch.autograd.grad(loss, self._embedded), 1)
+        return [*logits.detach().split(DOCUMENTS), *gradient[0].split(DOCUMENTS)]
+
+
 def measure_differences(
-    config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0, streams: bool = False
+    config: PreTrainedConfig,
+    cut_points: Sequence[int],
+    *,
+    seed: int = 0,
+    streams: bool = False,
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
@@ -56,74 +115,26 @@ def measure_differences(
     while they compute. The stock model gets token ids, as it may scale what it embeds itself;
     `draw_scales` moves all scales off 1.
     """
-    model = tiny_model(draw_scales(config, seed), seed)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCABULARY, (1, sum(DOCUMENTS)), generator=generator)
-    weights = torch.randn(sum(DOCUMENTS), VOCABULARY, generator=generator)
-    documents = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    # With M-RoPE as in a picture of rows of 5 tokens.
-    grid = (
-        torch.stack([torch.zeros_like(documents), documents // 5, documents % 5])
-        if is_mrope_class(config)
-        else None
-    )
-    positions = documents if grid is None else torch.cat([documents[None], grid])
-    rotary = documents if grid is None else grid
-
-    embedded: list[torch.Tensor] = []
-
-    def keep(*call: Any) -> torch.Tensor:
-        """Hook: begin the gradient at the embedding's output."""
-        embedded.append(call[-1].detach().requires_grad_())
-        return embedded[-1]
-
-    model.get_input_embeddings().register_forward_hook(keep)  # slices copy it
-
-    def separate() -> torch.Tensor:
-        # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to
-        # 4e-4.
-        parts = zip(ids.split(DOCUMENTS, 1), rotary.split(DOCUMENTS, -1), strict=True)
-        return torch.cat(
-            [
-                model(input_ids=part, position_ids=at, use_cache=False).logits[0]
-                for part, at in parts
-            ]
-        )
-
-    def whole() -> torch.Tensor:
-        with document_positions(documents), running_on(Sequences.of_positions(documents, "cpu")):
-            return model(input_ids=ids, position_ids=rotary, use_cache=False).logits[0]
-
-    def run(forward: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Logits and gradient of the embeddings of each document."""
-        embedded.clear()
-        logits = forward()
-        gradient = torch.cat(torch.autograd.grad((logits * weights).sum(), embedded), 1)
-        return [*logits.detach().split(DOCUMENTS), *gradient[0].split(DOCUMENTS)]
-
-    reference = run(separate)
+    trial = _Trial(config, seed)
+    model = trial.model
+    reference = trial.run(trial.separate)
     model.set_attn_implementation(ATTENTION)
     for layer in decoder_layers(model):
         for mixer in mixers_of(layer):
             mixer.forward = ByDocument(mixer)
-    unsliced = run(whole)
+    unsliced = trial.run(trial.whole)
 
-    borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
-    slices = [
-        slice_of(model, first, last, embedding=i == 0, head=i == len(cut_points), streamed=streamed)
-        for i, (first, last) in enumerate(pairwise(borders))
-    ]
-
-    def staged() -> torch.Tensor:
-        hidden = slices[0].embed(ids)
-        for part in slices:
-            hidden = part(hidden, positions)
-        return slices[-1].logits(hidden[0])
-
-    sliced = run(staged)
+    borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
+    for i, (first, last) in enumerate(pairwise(borders)):
+        is_last = i == len(cut_points)
+        trial.slices.append(
+            slice_of(model, first, last, embedding=i == 0, head=is_last, streamed=streamed)
+        )
+    sliced = trial.run(trial.staged)
     return Differences(
-        _largest_difference(sliced, unsliced), _largest_difference(sliced, reference)
+        _largest_difference(sliced, unsliced),
+        _largest_difference(sliced, reference),
     )
 
 
@@ -138,8 +149,8 @@ def takes_rows(config: PreTrainedConfig) -> bool:
 
 
 def rows_difference(config: PreTrainedConfig, seed: int) -> float:
-    """Largest relative difference of the last decoder layer's output and gradient for some tokens,
-    or infinity.
+    """Return the largest relative difference of the last decoder layer's output and gradient for
+    some tokens, or infinity.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -149,16 +160,23 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     layers = model.config.get_text_config().num_hidden_layers
     if mixers_of(decoder_layers(model)[-1]):
         return math.inf  # their results depend on all tokens before
-    part = slice_of(model, layers - 1, layers, embedding=False, head=True)
-    positions = torch.stack(
-        [torch.cat([torch.arange(n) for n in row]) for row in (DOCUMENTS, DOCUMENTS[::-1])]
+    part = slice_of(
+        model,
+        layers - 1,
+        layers,
+        embedding=False,
+        head=True,
     )
+    rows = []
+    for lengths in (DOCUMENTS, DOCUMENTS[::-1]):
+        rows.append(torch.cat([torch.arange(length) for length in lengths]))
+    positions = torch.stack(rows)
     places = torch.cat([torch.tensor(ROWS), sum(DOCUMENTS) + torch.tensor(ROWS)])
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(*positions.shape, part.hidden_size, generator=generator).requires_grad_()
     weights = torch.randn(len(places), part.hidden_size, generator=generator)
 
-    def with_gradient(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_gradient(rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows.detach(), torch.autograd.grad((rows * weights).sum(), hidden)[0]
 
     expected = with_gradient(part(hidden, positions).flatten(0, 1)[places])
@@ -170,6 +188,9 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     return _largest_difference(ours, expected)
 
 
-def _largest_difference(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def _largest_difference(
+    ours: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> float:
     ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
     return float(torch.stack(ratios).max())

@@ -1,5 +1,5 @@
-"""A tiny model of the same family: a real config at full depth with small widths, and weights that
-make faults visible.
+"""Tiny models of a family: a real config at full depth with small widths, and weights that show
+faults.
 
 config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide
     --randomise--> a test model
@@ -22,10 +22,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.facts.settings import SYNONYMS
 from mmtrain.model.llm.language import auto_class, drop_tower, is_mrope_class
 
 HEADS = 4
 HEAD_WIDTH = 16
+WIDTH = HEADS * HEAD_WIDTH
 MIXER_HEADS, MIXER_GROUPS = 2 * HEADS, 2  # of recurrent mixers, whose heads are as wide
 ROTARY_WIDTH = 8  # deepseek's rotary part of a head, beside HEAD_WIDTH without rotation
 INNER_WIDTH = 48
@@ -40,12 +42,11 @@ WINDOW = 8  # tokens
 
 # Attributes of transformers' configs, over all families. Only those that a config has, and that
 # hold a number, are set.
-_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_QUERY_HEADS = (*SYNONYMS["heads"], "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS
-    * HEAD_WIDTH,
+    (*SYNONYMS["hidden_size"], "word_embed_proj_dim", "dim_model", "embed_dim"): WIDTH,
     (
         "head_dim",
         "global_head_dim",
@@ -55,13 +56,11 @@ _SIZES = {
         "attention_head_dim",
         "swa_head_dim",
         "swa_v_head_dim",
-        "linear_key_head_dim",
+        *SYNONYMS["mixer_state"],
         "linear_value_head_dim",
         "linear_head_dim",
         "mamba_d_head",
         "mamba_head_dim",
-        "mamba_d_state",
-        "ssm_state_size",
         "mamba_dt_rank",
     ): HEAD_WIDTH,
     (
@@ -83,8 +82,7 @@ _SIZES = {
         "sliding_window",
         "attention_chunk_size",
         "window_size",
-        "mamba_chunk_size",
-        "chunk_size",
+        *SYNONYMS["mixer_chunk"],
         "block_size",
     ): WINDOW,
     ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"): MIXER_HEADS,
@@ -92,8 +90,8 @@ _SIZES = {
     ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
 }
 _LIMITS = {
-    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
-    ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
+    SYNONYMS["experts"]: EXPERTS,
+    (*SYNONYMS["experts_per_token"], "top_k_experts"): EXPERTS_PER_TOKEN,
     ("mamba_n_groups", "n_groups"): MIXER_GROUPS,
 }
 MAX_PARAMETERS = 100_000_000
@@ -116,10 +114,33 @@ _NOT_DRAWN = re.compile(
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of `config` with the widths above; depth, per-layer lists and scalars stay."""
+    """Copy `config` with the widths above; depth, per-layer lists and scalars stay."""
     tiny = copy.deepcopy(config)
-    for part in (name for name in tiny.sub_configs if getattr(tiny, name, None) is not None):
-        setattr(tiny, part, shrink(getattr(tiny, part)))
+    for part in tiny.sub_configs:
+        inner = getattr(tiny, part, None)
+        if inner is not None:
+            setattr(tiny, part, shrink(inner))
+    _shrink_sizes(tiny)
+
+    # real ids lie beyond the tiny vocabulary
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(tiny, name, None) is not None:
+            setattr(tiny, name, 0)
+    for name in _DROPOUTS:
+        if getattr(tiny, name, None):
+            setattr(tiny, name, 0.0)
+    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
+        if hasattr(tiny, name):
+            setattr(tiny, name, NORM_EPS)
+    rope = getattr(tiny, "rope_parameters", None)
+    if isinstance(rope, dict):
+        tiny.rope_parameters = _trim_rope(rope, getattr(tiny, "partial_rotary_factor", None))
+    tiny.use_cache = False
+    return tiny
+
+
+def _shrink_sizes(tiny: PreTrainedConfig) -> None:
+    """Set heads, widths and limits of a config, each only where it has a number."""
 
     def number(name: str) -> int | None:
         value = getattr(tiny, name, None)
@@ -127,77 +148,79 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
     heads = next(filter(None, map(number, _QUERY_HEADS)), HEADS)
     for name in _KEY_HEADS:
-        if key_heads := number(name):
-            setattr(tiny, name, max(1, HEADS // max(1, heads // key_heads)))
-    if (keys := number("linear_num_key_heads")) and (values := number("linear_num_value_heads")):
+        if number(name):
+            setattr(tiny, name, max(1, HEADS // max(1, heads // number(name))))
+    keys = number("linear_num_key_heads")
+    values = number("linear_num_value_heads")
+    if keys and values:
         tiny.linear_num_key_heads = max(1, MIXER_HEADS * keys // values)
+
     for names, size in _SIZES.items():
         for name in names:
-            if number(name) is not None:
+            value = getattr(tiny, name, None)
+            if isinstance(value, (list, tuple)):
+                setattr(tiny, name, [size] * len(value))
+            elif number(name) is not None:
                 setattr(tiny, name, size)
-            elif isinstance(getattr(tiny, name, None), (list, tuple)):
-                setattr(tiny, name, [size] * len(getattr(tiny, name)))
-    if number("qk_rope_head_dim") is not None:  # multi-head latent attention: deepseek
+    if number("qk_rope_head_dim") is not None:
+        # multi-head latent attention: deepseek
         tiny.qk_rope_head_dim = ROTARY_WIDTH
         for name, width in (("qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH), ("head_dim", ROTARY_WIDTH)):
             if number(name) is not None:
                 setattr(tiny, name, width)
     elif hasattr(tiny, "head_dim") and tiny.head_dim is None:
         tiny.head_dim = HEAD_WIDTH
+
     for names, limit in _LIMITS.items():
         for name in names:
             if (number(name) or 0) > limit:
                 setattr(tiny, name, limit)
     if (number("n_group") or 0) > 1:
-        tiny.n_group, tiny.topk_group = 2, 1
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(tiny, name, None) is not None:
-            setattr(tiny, name, 0)  # real ids lie beyond the tiny vocabulary
-    for name in _DROPOUTS:
-        if getattr(tiny, name, None):
-            setattr(tiny, name, 0.0)
-    if isinstance(getattr(tiny, "rope_parameters", None), dict):
-        tiny.rope_parameters = _trim_rope(
-            tiny.rope_parameters, getattr(tiny, "partial_rotary_factor", None)
-        )
-    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
-        if hasattr(tiny, name):
-            setattr(tiny, name, NORM_EPS)
-    tiny.use_cache = False
-    return tiny
+        tiny.n_group = 2
+        tiny.topk_group = 1
 
 
-def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
+def _trim_rope(
+    parameters: dict[str, Any],
+    partial: float | None,
+) -> dict[str, Any]:
     """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them
     per layer type.
     """
-    rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
+    rotated = parameters.get("partial_rotary_factor") or partial or 1.0
+    frequencies = int(HEAD_WIDTH * rotated) // 2
     trimmed = dict(parameters)
     for key, value in parameters.items():
         if isinstance(value, dict):
             trimmed[key] = _trim_rope(value, partial)
         elif isinstance(value, (list, tuple)) and "factor" in key:
-            trimmed[key] = list(value[: rotated // 2])
+            trimmed[key] = list(value[:frequencies])
         elif key == "mrope_section":
-            height, width = (part * (rotated // 2) // sum(value) for part in value[1:])
-            trimmed[key] = [rotated // 2 - height - width, height, width]
+            height, width = (part * frequencies // sum(value) for part in value[1:])
+            trimmed[key] = [frequencies - height - width, height, width]
     return trimmed
 
 
-def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
-    """A copy of `config` with other scales and caps, so that none is 1, where it would not matter
-    who applies it.
+def draw_scales(
+    config: PreTrainedConfig,
+    seed: int,
+) -> PreTrainedConfig:
+    """Copy `config` with other scales and caps, so that none is 1, where it would not matter who
+    applies it.
 
     Every number that config.json may give as a fraction is multiplied by its own factor of 0.6 to
     0.9, also in lists. Left alone: counts, widths, rotary parameters and what `_NOT_DRAWN` names.
     """
-    changed, factors = copy.deepcopy(config), random.Random(seed)
+    changed = copy.deepcopy(config)
+    factors = random.Random(seed)
     text = changed.get_text_config()
 
     def draw(value: Any) -> Any:
         if isinstance(value, list):
             return [*map(draw, value)]
-        return value * factors.uniform(0.6, 0.9) if isinstance(value, int | float) else value
+        if isinstance(value, int | float):
+            value = value * factors.uniform(0.6, 0.9)
+        return value
 
     for name, field in text.__dataclass_fields__.items():
         if "float" in str(field.type) and not _NOT_DRAWN.search(name):
@@ -209,23 +232,30 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Make a frozen fp32 LLM of `config`'s family at its depth; raises UserError for one that stays
     large.
     """
-    tiny, made_by = shrink(config), auto_class(config)
+    tiny = shrink(config)
+    made_by = auto_class(config)
     if is_mrope_class(tiny):
         tiny.vision_config.num_hidden_layers = 1
     with torch.device("meta"):
-        hollow = made_by.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+        hollow = made_by.from_config(
+            tiny,
+            attn_implementation=None,
+            trust_remote_code=False,
+        )
     drop_tower(hollow)
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:
         raise UserError(
-            f"{config.model_type} cannot be checked: "
-            f"shrunk to {HEADS * HEAD_WIDTH} wide it still has "
-            f"{parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
+            f"{config.model_type} cannot be checked: shrunk to {WIDTH} wide it still "
+            f"has {parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
     # not the GPUs' generators: callers restore the CPU's alone
     torch.default_generator.manual_seed(seed)
     model = made_by.from_config(
-        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+        tiny,
+        dtype=torch.float32,
+        attn_implementation=None,
+        trust_remote_code=False,
     )
     drop_tower(model)
     randomise(model.eval().requires_grad_(False), seed)

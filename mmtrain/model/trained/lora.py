@@ -37,18 +37,20 @@ def without_marks(name: str) -> str:
 
 
 @contextmanager
-def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> Iterator[None]:
+def refusing_unused(
+    model: nn.Module,
+    canonical_name: Callable[[str], str],
+) -> Iterator[None]:
     """Raise UserError for a layer of `model` that has an adapter and is not called within this
     context.
     """
-    adapted = {
-        name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
-    }
-    unused = set(adapted)
-    handles = [
-        module.register_forward_hook(lambda *_, name=name: unused.discard(name))
-        for name, module in adapted.items()
-    ]
+    unused = set()
+    handles = []
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            unused.add(name)
+            handle = module.register_forward_hook(lambda *_, name=name: unused.discard(name))
+            handles.append(handle)
     try:
         yield
     finally:
@@ -58,13 +60,15 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
         layers = sorted(adapted_layer(canonical_name(f"{name}.weight")) for name in unused)
         raise UserError(
             f"model.lora.targets: the model computes {first_few(layers, 3)} without a call of "
-            "the layer, so an "
-            "adapter there would train nothing. Name other layers"
+            "the layer, so an adapter there would train nothing. Name other layers"
         )
 
 
 def add_adapters(
-    model: nn.Module, lora: LoraSection | None, canonical_name: Callable[[str], str], seed: int
+    model: nn.Module,
+    lora: LoraSection | None,
+    canonical_name: Callable[[str], str],
+    seed: int,
 ) -> None:
     """Give the linear layers of `model` that `lora` names adapters that change nothing yet: B is
     zeros.
@@ -72,11 +76,11 @@ def add_adapters(
     `canonical_name` maps a parameter's name in `model` to its global one. Raises UserError for a
     layer that is not linear.
     """
-    targets = {
-        name.removesuffix(".weight"): canonical_name(name).removesuffix(".weight")
-        for name, parameter in model.named_parameters()
-        if is_target(canonical_name(name), tuple(parameter.shape), lora)
-    }
+    targets = {}
+    for name, parameter in model.named_parameters():
+        global_name = canonical_name(name)
+        if is_target(global_name, tuple(parameter.shape), lora):
+            targets[name.removesuffix(".weight")] = global_name.removesuffix(".weight")
     if not targets:  # the front or the head alone: peft refuses a model without any
         return
     # takes a second, and most runs have no adapters
@@ -87,30 +91,43 @@ def add_adapters(
         if type(layer) not in (nn.Linear, Conv1D):
             raise UserError(
                 f"model.lora.targets: {targets[name]} is a {type(layer).__name__}, which no "
-                "adapter fits. Name linear "
-                "layers only"
+                "adapter fits. Name linear layers only"
             )
     # In a list, which has no `config`: in a MoE model itself peft adapts every layer whose last
     # name is a target's.
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
     transposed = any(type(layer) is Conv1D for layer in layers.values())
     described = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=pattern, fan_in_fan_out=transposed
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=pattern,
+        fan_in_fan_out=transposed,
     )
     with torch.random.fork_rng(devices=[]):  # what peft draws is drawn anew below
         inject_adapter_in_model(described, nn.ModuleList([model]))
     for name, layer in layers.items():
-        adapted, weight = model.get_submodule(name), layer.weight
-        matrices = adapted.lora_A[_PEFT_NAME], adapted.lora_B[_PEFT_NAME]
-        value = torch.zeros(matrices[0].weight.shape)
-        digest = hashlib.sha256(f"{seed}/{targets[name]}{LORA_A}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        value.uniform_(-(bound := 1 / math.sqrt(value.shape[1])), bound, generator=generator)
-        for matrix, start in zip(
-            matrices, (value, torch.zeros(matrices[1].weight.shape)), strict=True
-        ):
-            matrix.weight = nn.Parameter(start.to(weight.device, weight.dtype))
+        _draw(model.get_submodule(name), layer.weight, f"{seed}/{targets[name]}{LORA_A}")
     model.eval()
+
+
+def _draw(
+    adapted: nn.Module,
+    weight: torch.Tensor,
+    key: str,
+) -> None:
+    """Set an adapter's start, a function of `key`, in the device and type of `weight`."""
+    matrices = (adapted.lora_A[_PEFT_NAME], adapted.lora_B[_PEFT_NAME])
+    starts = [torch.zeros(matrix.weight.shape) for matrix in matrices]
+    bound = 1 / math.sqrt(starts[0].shape[1])
+    starts[0].uniform_(-bound, bound, generator=generator_of(key))
+    for matrix, start in zip(matrices, starts, strict=True):
+        matrix.weight = nn.Parameter(start.to(weight.device, weight.dtype))
+
+
+def generator_of(key: str) -> torch.Generator:
+    """Make a random generator whose numbers are a function of `key` alone."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def merge_adapters(model: nn.Module) -> None:

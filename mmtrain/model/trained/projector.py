@@ -8,22 +8,22 @@ stored in. `facts.connectors` says which operations a projector is made of.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.config.schema import RunConfig
 from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
-from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_places
+from mmtrain.facts.models import Models, models_of
+from mmtrain.model.trained.lora import generator_of
+from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.model.weights.projector_files import (
     KEY,
@@ -42,45 +42,48 @@ PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
-    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T
-    / f^2, f^2 W).
+    """Join `factor` x `factor` patches of a square grid, row by row: (N, T, W) -> (N, T / f^2, f^2
+    W).
     """
 
-    def __init__(self, factor: int, feature_first: bool = False) -> None:
+    def __init__(
+        self,
+        factor: int,
+        feature_first: bool = False,
+    ) -> None:
         super().__init__()
-        self.factor, self.feature_first = factor, feature_first
+        self.factor = factor
+        self.feature_first = feature_first
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         images, patches, width = features.shape
-        side, factor = math.isqrt(patches), self.factor
-        cells = features.reshape(
-            images, side // factor, factor, side // factor, factor * width
-        ).transpose(2, 3)
+        factor = self.factor
+        side = math.isqrt(patches) // factor
+        cells = features.reshape(images, side, factor, side, factor * width).transpose(2, 3)
         if self.feature_first:
             cells = cells.reshape(images, patches // factor**2, factor**2, width).transpose(2, 3)
         return cells.reshape(images, patches // factor**2, factor**2 * width)
 
 
 class MeanPool(nn.Module):
-    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T /
-    f^2, D).
-    """
+    """Average `factor` x `factor` positions of a square grid: (N, T, D) -> (N, T / f^2, D)."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
         self.factor = factor
 
-    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+    def forward(self, embeddings: Tensor) -> Tensor:
         images, positions, width = embeddings.shape
-        side, factor = math.isqrt(positions), self.factor
-        cells = embeddings.reshape(images, side // factor, factor, side // factor, factor, width)
+        factor = self.factor
+        side = math.isqrt(positions) // factor
+        cells = embeddings.reshape(images, side, factor, side, factor, width)
         return cells.mean(dim=(2, 4)).flatten(1, 2)
 
 
 class Swiglu(nn.Module):
-    """The first half of the features, times SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
+    """Multiply the first half of the features by SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         values, gates = features.chunk(2, dim=-1)
         return nn.functional.silu(gates) * values
 
@@ -88,13 +91,18 @@ class Swiglu(nn.Module):
 class Gated(nn.Module):
     """down_proj(SiLU(gate_proj(x)) * up_proj(x)): (N, T, W) -> (N, T, D)."""
 
-    def __init__(self, inputs: int, inner: int, outputs: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        inner: int,
+        outputs: int,
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(inputs, inner, bias=False)
         self.up_proj = nn.Linear(inputs, inner, bias=False)
         self.down_proj = nn.Linear(inner, outputs, bias=False)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(features)) * self.up_proj(features))
 
 
@@ -108,25 +116,22 @@ class Projector(nn.Module):
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
         super().__init__()
         self._branches: list[list[nn.Module]] = [[]]  # modules in the order in which they run
-        for place, operation in enumerate(operations):
+        self.factor = connectors.factor_of(operations)
+        # (D,), which `arranged` puts between the positions that the projector makes
+        self.image_newline: nn.Parameter | None = None
+        for number, operation in enumerate(operations):
             if isinstance(operation, connectors.Branch):
                 self._branches.append([])
-            elif not isinstance(operation, connectors.Newline):
-                name, module = _module(place, operation)
+            elif isinstance(operation, connectors.Newline):
+                self.image_newline = nn.Parameter(torch.empty(operation.width))
+            else:
+                module = _module(operation)
+                kind = type(operation).__name__.lower()
                 self._branches[-1].append(module)
-                self._add(name, module)
-        self.factor = connectors.factor_of(operations)
-        self.image_newline = next(
-            (
-                nn.Parameter(torch.empty(each.width))
-                for each in operations
-                if isinstance(each, connectors.Newline)
-            ),
-            None,
-        )  # (D,), which `arranged` puts between the positions that the projector makes
+                self._add(getattr(operation, "name", f"{kind}_{number}"), module)
 
     def _add(self, name: str, module: nn.Module) -> None:
-        owner: nn.Module = self
+        owner = self
         *outer, last = name.split(".")
         for part in outer:
             if not hasattr(owner, part):
@@ -134,38 +139,42 @@ class Projector(nn.Module):
             owner = owner.get_submodule(part)
         owner.add_module(last, module)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         outputs = []
-        for part, modules in zip(
-            features.chunk(len(self._branches), dim=-1), self._branches, strict=True
-        ):
+        parts = features.chunk(len(self._branches), dim=-1)
+        for part, modules in zip(parts, self._branches, strict=True):
             for module in modules:
                 part = module(part)
             outputs.append(part)
-        return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=-1)
 
 
-def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
+def _module(operation: connectors.Operation) -> nn.Module:
     match operation:
         case connectors.Shuffle(factor, feature_first):
-            return f"shuffle_{place}", PixelShuffle(factor, feature_first)
+            return PixelShuffle(factor, feature_first)
         case connectors.Pool(factor):
-            return f"pool_{place}", MeanPool(factor)
-        case connectors.LayerNorm(name, width, eps):
-            return name, nn.LayerNorm(width, eps=eps)
-        case connectors.RmsNorm(name, width, eps):
-            return name, nn.RMSNorm(width, eps=eps)
-        case connectors.Linear(name, inputs, outputs, has_bias):
-            return name, nn.Linear(inputs, outputs, bias=has_bias)
+            return MeanPool(factor)
+        case connectors.LayerNorm(_, width, eps):
+            return nn.LayerNorm(width, eps=eps)
+        case connectors.RmsNorm(_, width, eps):
+            return nn.RMSNorm(width, eps=eps)
+        case connectors.Linear(_, inputs, outputs, has_bias):
+            return nn.Linear(inputs, outputs, bias=has_bias)
         case connectors.Gelu():
-            return f"gelu_{place}", nn.GELU()
+            return nn.GELU()
         case connectors.Swiglu():
-            return f"swiglu_{place}", Swiglu()
-        case connectors.Gated(name, inputs, inner, outputs):
-            return name, Gated(inputs, inner, outputs)
+            return Swiglu()
+        case connectors.Gated(_, inputs, inner, outputs):
+            return Gated(inputs, inner, outputs)
 
 
-def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
+def make_projector(
+    operations: Sequence[connectors.Operation],
+    seed: int,
+) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and
     0.
 
@@ -177,8 +186,7 @@ def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Pro
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
             path = f"{module_name}.{name}".lstrip(".")
-            digest = hashlib.sha256(f"{seed}/projector/{path}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            generator = generator_of(f"{seed}/projector/{path}")
             if isinstance(module, nn.Linear):
                 bound = 1 / math.sqrt(module.in_features)
                 value.uniform_(-bound, bound, generator=generator)
@@ -188,58 +196,59 @@ def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Pro
     return projector
 
 
-def starting_projector(config: RunConfig) -> Projector:
-    """The projector that a run begins with: from `init_from`, and drawn where that has nothing."""
-    operations, init_from = connectors.run_connector(config), config.model.projector.init_from
-    projector = make_projector(operations, config.run.seed)
+def starting_projector(models: Models, seed: int) -> Projector:
+    """Make the projector that a run begins with: from `init_from`, and drawn where that has
+    nothing.
+    """
+    projector = make_projector(models.connector, seed)
+    init_from = models.section.projector.init_from
     if init_from is not None:
-        projector.load_state_dict(
-            {**projector.state_dict(), **read_projector(init_from, operations)}
-        )
+        tensors = projector.state_dict()
+        projector.load_state_dict(tensors | read_projector(init_from, models.connector))
     return projector
 
 
-def whole_projector(checkpoint: StepFolder) -> dict[str, torch.Tensor]:
-    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module; empty
-    without an encoder.
+def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
+    """Return the projector of a checkpoint's run, fp32, by the names of `make_projector`'s module;
+    empty without an encoder.
 
     Raises UserError where what the run began with and did not train has changed or is gone.
     """
-    config, file = checkpoint.config, checkpoint.tensors_file
+    config = checkpoint.config
+    file = checkpoint.tensors_file
     if config.model.vision is None:
         return {}
-    trained = open_tensors(
-        {name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)}
-    )
+    names = [name for name in read_header(file) if name.startswith(PROJECTOR)]
+    trained = open_tensors({name: (name, file) for name in names})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
-    section = config.model.projector
-    init_from = section.init_from
+
+    models = models_of(config)
+    section = models.section.projector
     # Names are known without the models' files, but for how many blocks DeepStack takes.
     if connectors.has_deepstack(section):
-        operations = connectors.run_connector(config)
+        operations = models.connector
     else:
-        operations = connectors.connector(section, 1, 2, connectors.has_newline(config))
-    untrained = {
-        parameter.name for parameter in connectors.connector_parameters(operations)
-    } - trained.keys()
+        operations = connectors.connector(section, 1, 2, models.layout_class.has_newlines)
+    parameters = connectors.connector_parameters(operations)
+    untrained = {parameter.name for parameter in parameters} - trained.keys()
     if not untrained:
         return tensors
-    start = starting_projector(config).state_dict()
-    tensors = {name: tensors.get(name, tensor) for name, tensor in start.items()}
+
+    tensors = starting_projector(models, config.run.seed).state_dict() | tensors
     for name, was in checkpoint.frozen_projector.items():
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
-            source = f"{KEY} ({init_from})" if init_from else "the seed"
+            source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
             raise UserError(
                 f"{checkpoint.path}: its run did not train {escape(name)}, and {source} gives "
-                "other values now than "
-                "it began with. Restore what it began with"
+                "other values now than it began with. Restore what it began with"
             )
     return tensors
 
 
 def read_projector(
-    path: str, operations: Sequence[connectors.Operation]
-) -> dict[str, torch.Tensor]:
+    path: str,
+    operations: Sequence[connectors.Operation],
+) -> dict[str, Tensor]:
     """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
     A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of
@@ -250,20 +259,19 @@ def read_projector(
     names = local_names(stored, files.source)
     shapes = {local: as_matrix(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, operations, files.source)
-    if connectors.NEWLINE not in shapes and any(
-        isinstance(each, connectors.Newline) for each in operations
-    ):
+    has_newline = any(isinstance(each, connectors.Newline) for each in operations)
+    if has_newline and connectors.NEWLINE not in shapes:
         _log.info(
             f"{KEY}: {files.source} holds no {connectors.NEWLINE}; "
             "it is initialised at random, by run.seed"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for local, name in names.items():
         tensor = stored[name]
         if tensor.dtype not in STORED_DTYPES:
+            kind = str(tensor.dtype).removeprefix("torch.")
             raise UserError(
-                f"{KEY}: {files.source}: {name} is stored as "
-                f"{str(tensor.dtype).removeprefix('torch.')}; needed are "
+                f"{KEY}: {files.source}: {name} is stored as {kind}; needed are "
                 "floating-point numbers of 16 bits or more"
             )
         tensor = tensor.reshape(shapes[local])
@@ -277,22 +285,19 @@ def read_projector(
     return tensors
 
 
-def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
+def _read(files: ProjectorFiles) -> dict[str, Tensor]:
     source = files.source
     if files.is_part:
-        return {
-            f"{PROJECTOR}{name}": tensor
-            for name, tensor in whole_projector(files.checkpoint).items()
-        }
+        whole = whole_projector(files.checkpoint)
+        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole.items()}
     if not files.shapes:
         return read_pickled(source)
-    places = (
-        tensor_places(source)
-        if source.is_dir()
-        else {name: (name, source) for name in files.shapes}
-    )
+    wanted = {name: (name, source) for name in files.shapes}
+    if source.is_dir():
+        entries = tensor_entries(source)
+        wanted = {name: entries[name] for name in files.shapes}
     try:
-        lazy = open_tensors({name: places[name] for name in files.shapes})
+        lazy = open_tensors(wanted)
         return {name: tensor[...] for name, tensor in lazy.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None

@@ -20,45 +20,45 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.model_files import read_json, tensor_shapes
 
+Entry = tuple[str, Path]  # a tensor's name on disk, and its safetensors file
 REFUSED_CALL = re.compile(
     r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)"
 )
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
-def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
-    """Map the name of every tensor in a model's folder to its place; raises what `tensor_shapes`
+def tensor_entries(folder: Path) -> dict[str, Entry]:
+    """Map the name of every tensor in a model's folder to its entry; raises what `tensor_shapes`
     raises.
     """
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(
-            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. "
-            "Download the weights"
+            f"{folder}: holds no model.safetensors and no model.safetensors.index.json. Download "
+            "the weights"
         )
     index = folder / "model.safetensors.index.json"
-    files = (
-        read_json(index)["weight_map"]
-        if index.is_file()
-        else dict.fromkeys(shapes, "model.safetensors")
-    )
+    files = dict.fromkeys(shapes, "model.safetensors")
+    if index.is_file():
+        files = read_json(index)["weight_map"]
     return {name: (name, folder / files[name]) for name in shapes}
 
 
-def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
-    """Open tensors lazily; each place is a name on disk and a safetensors file."""
-    opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
-    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
+def open_tensors(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Open tensors lazily."""
+    opened = {file: safe_open(file, framework="pt") for _, file in entries.values()}
+    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in entries.items()}
 
 
-def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU;
-    nothing in it is executed.
+def read_pickled(file: Path) -> dict[str, Tensor]:
+    """Read a torch.save file's named tensors, each alone in its storage, on the CPU; nothing in it
+    is executed.
 
     Raises UserError for a file that is missing, damaged, or anything but a dictionary of plain
     tensors.
@@ -68,19 +68,31 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
             zipped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         # guesses about files that are refused in a moment
         with warnings.catch_warnings(action="ignore"):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=zipped,
+            )
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     except Exception as error:
         # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
         raise _refusal(file, error) from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
-    ):
+    pairs = content.items() if isinstance(content, dict) else [(None, content)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
         raise UserError(f"{file}: holds more than named tensors. Give a state dict")
+    return _alone(content, file)
+
+
+def _alone(
+    content: Mapping[str, Tensor],
+    file: Path,
+) -> dict[str, Tensor]:
+    """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
-    tensors: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
+    tensors = {}
+    storages = set()
     for name, tensor in content.items():
         # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim
         # any size.
@@ -89,22 +101,19 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
             and tensor.device.type == "cpu"
             and not tensor.is_quantized
         )
-        if not plain or tensor.numel() * tensor.element_size() > size:
+        if not plain or tensor.nbytes > size:
             raise UserError(
                 f"{file}: {escape(name)} is not a plain tensor with its values in the file"
             )
         # safetensors stores no shared memory: tied weights come out twice, views without what
         # surrounds them.
         storage = tensor.untyped_storage()
-        alone = (
-            storage.data_ptr() not in storages
-            and storage.nbytes() == tensor.numel() * tensor.element_size()
-        )
+        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.nbytes
         storages.add(storage.data_ptr())
         tensor = tensor.detach()
-        tensors[name] = (
-            tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        if not alone:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors[name] = tensor.contiguous()
     return tensors
 
 
@@ -113,16 +122,10 @@ def _refusal(file: Path, error: Exception) -> UserError:
     if call := REFUSED_CALL.search(str(error)):
         cause = f"it asks to call {call[1] or call[2]}"
     else:
-        message = (
-            str(error)
-            .split("WeightsUnpickler error:")[-1]
-            .strip()
-            .partition("\n")[0]
-            .partition(". ")[0]
-        )
+        message = str(error).split("WeightsUnpickler error:")[-1].strip()
+        message = message.partition("\n")[0].partition(". ")[0]
         cause = f"{type(error).__name__}: {message}"
     return UserError(
-        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); "
-        "nothing of it was run. Get it again from "
-        "a source you trust, as safetensors if there is one"
+        f"{file}: not a file of plain tensors, or damaged ({escape(cause)}); nothing of it was "
+        "run. Get it again from a source you trust, as safetensors if there is one"
     )

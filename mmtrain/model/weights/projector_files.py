@@ -38,15 +38,15 @@ from mmtrain.facts.connectors import (
     connector,
     connector_parameters,
     refuse_other_settings,
-    run_connector,
 )
 from mmtrain.facts.model_files import (
     Shape,
     find_model_folder,
+    optional_json,
     read_header,
-    read_json,
     tensor_shapes,
 )
+from mmtrain.facts.models import models_of
 from mmtrain.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,9 @@ OUR_LAYERS = {
     "linear_fc1": "linear_1",
     "linear_fc2": "linear_2",
     "pre_norm": "norm",
-    **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
 }
 NEEDED = (
     f"Name a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging "
@@ -90,7 +92,10 @@ class ProjectorFiles:
     is_part: bool = False
 
 
-def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
+def find_projector(
+    path: str,
+    later: frozenset[Path] = frozenset(),
+) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
     Raises UserError for a path that is not in the table above, for damaged files, for another kind
@@ -111,20 +116,21 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
             return _in_file(folder / name, later)
     shapes = tensor_shapes(folder)
     if shapes is None:
-        entries = (
-            ", ".join(sorted(escape(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
-        )
+        names = sorted(escape(entry.name) for entry in folder.iterdir())
+        entries = ", ".join(names[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
-    config_file = folder / "config.json"
-    refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
+    refuse_other_settings(optional_json(folder), f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
-def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+def local_names(
+    disk_names: Iterable[str],
+    source: str | Path,
+) -> dict[str, str]:
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
-    names: dict[str, str] = {}
+    names = {}
     for name in disk_names:
         local = _local_name(name)
         if local in names:
@@ -139,14 +145,18 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
 
 def as_matrix(shape: Sequence[int]) -> Shape:
-    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
-    matrix (D, 4 W) here.
+    """Return a tensor's shape in a connector, where GLM's convolution (D, W, 2, 2) is a matrix (D,
+    4 W).
     """
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
+    if len(shape) <= 2:
+        return tuple(shape)
+    return (shape[0], math.prod(shape[1:]))
 
 
 def refuse_unfit(
-    shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path
+    shapes: Mapping[str, Shape],
+    operations: Sequence[Operation],
+    source: str | Path,
 ) -> None:
     """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline
     may be lacking.
@@ -161,24 +171,28 @@ def refuse_unfit(
             f"{' and '.join(layouts_with_newlines)}. Set that layout, or choose another file"
         )
     if shapes.keys() != needed.keys():
+        blocks = {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
         for kind in CONNECTORS:
-            deepstack = len(
-                {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
-            )
+            section = ProjectorSection(type=kind)
             other = connector(
-                ProjectorSection(type=kind), 1, 2, NEWLINE in shapes, deepstack=deepstack
+                section,
+                1,
+                2,
+                NEWLINE in shapes,
+                deepstack=len(blocks),
             )
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. "
                     f"Set model.projector.type={kind}, or another file"
                 )
-        missing, extra = (
-            sorted(needed.keys() - shapes.keys()),
-            sorted(shapes.keys() - needed.keys()),
-        )
-        faults = [f"{', '.join(missing[:4])} missing"] if missing else []
-        faults += [f"{', '.join(map(escape, extra[:4]))} unknown"] if extra else []
+        missing = sorted(needed.keys() - shapes.keys())
+        extra = sorted(shapes.keys() - needed.keys())
+        faults = []
+        if missing:
+            faults.append(f"{', '.join(missing[:4])} missing")
+        if extra:
+            faults.append(f"{', '.join(map(escape, extra[:4]))} unknown")
         raise UserError(
             f"{KEY}: {source}: not the tensors of this run's projector: {'; '.join(faults)}"
         )
@@ -186,16 +200,15 @@ def refuse_unfit(
         if tuple(shape) != needed[name]:
             raise UserError(
                 f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} "
-                "for this run's "
-                "encoder and LLM. Choose another file, or another model.vision.name, "
-                "model.llm.path, "
-                "model.projector.factor or model.projector.width"
+                "for this run's encoder and LLM. Choose another file, or another "
+                "model.vision.name, model.llm.path, model.projector.factor or "
+                "model.projector.width"
             )
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does
-    not fit `run`.
+    """Raise UserError, before a rank starts, for a `model.projector.init_from` that is missing or
+    does not fit `run`.
     """
     path = config.model.projector.init_from
     if path is None:
@@ -211,13 +224,13 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         if others := [name for name in trained if not name.startswith("projector.")]:
             _log.info(
                 f"{KEY}: uses only the projector of {files.checkpoint.path}, which has trained "
-                f"{len(others):,} more "
-                f"tensors, e.g. {escape(others[0])}. Use model.init_from for all of them"
+                f"{len(others):,} more tensors, e.g. {escape(others[0])}. Use model.init_from for "
+                "all of them"
             )
     if files.shapes:
         names = local_names(files.shapes, files.source)
         shapes = {local: as_matrix(files.shapes[name]) for local, name in names.items()}
-        refuse_unfit(shapes, run_connector(config), files.source)
+        refuse_unfit(shapes, models_of(config).connector, files.source)
 
 
 def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
@@ -233,8 +246,12 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
-def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
-    file, folder = checkpoint.tensors_file, checkpoint.path.resolve()
+def _in_checkpoint(
+    checkpoint: StepFolder,
+    later: frozenset[Path],
+) -> ProjectorFiles:
+    file = checkpoint.tensors_file
+    folder = checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     if folder in later:
@@ -244,22 +261,29 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     init_from = checkpoint.config.model.projector.init_from
     if init_from is not None:
         find_projector(init_from, later | {folder})
-    shapes = {p.name: p.shape for p in connector_parameters(run_connector(checkpoint.config))}
+    shapes = {p.name: p.shape for p in connector_parameters(models_of(checkpoint.config).connector)}
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
-def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+def _projector_alone(
+    shapes: Mapping[str, Shape],
+    source: str | Path,
+) -> dict[str, Shape]:
     return {name: shapes[name] for name in local_names(shapes, source).values()}
 
 
 def _local_name(name: str) -> str | None:
-    """Name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep theirs."""
+    """Return the name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep
+    theirs.
+    """
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None
-    theirs, before = match["llava"], ""
+    theirs = match["llava"]
+    before = ""
     if match["branch"]:
-        theirs, before = match["branch"], f"deepstack.{match['block']}."
+        theirs = match["branch"]
+        before = f"deepstack.{match['block']}."
     if theirs is None:
         return match["ours"] or match["hf"] or match["beside"] or match["newline"]
     if theirs in ("weight", "bias"):

@@ -32,7 +32,7 @@ Wait = Callable[[], None]
 
 
 class Source:
-    """Where streamed layers are kept, and what `device` they compute on."""
+    """A store of streamed layers' weights, from which they are fetched to `device`."""
 
     name: str  # as plans call it
     is_exact = True  # what is fetched has the bits of what was kept
@@ -54,20 +54,20 @@ class Source:
         raise NotImplementedError
 
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
-        """Fingerprints of what this source has made of each parameter of a layer, which is
-        whole.
-        """
+        """Return fingerprints of what this source has made of each parameter of a whole layer."""
         return [fingerprint(p) for p in layer.parameters]
 
 
 class SideStream:
-    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them
+    """A GPU's stream on which buffers are filled beside computing; on a CPU the caller fills them
     itself.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
 
     def run(self, fill: Callable[[], None]) -> Wait:
         """Begin to `fill` once all is computed that was asked for so far, which may use the same
@@ -97,11 +97,15 @@ class StreamedLayer:
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
         self.homes: list[torch.Tensor] = []  # views of the buffer, one for each parameter
-        sizes = [p.numel() * p.element_size() for p in self.parameters]
+        sizes = [p.nbytes for p in self.parameters]
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
         with room():
-            self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+            self.buffer = torch.empty(
+                self.bytes,
+                dtype=torch.uint8,
+                device=source.device,
+            )
         for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
             home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())
@@ -130,12 +134,14 @@ class StreamedLayers:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
         self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
-        self.before_wait: Callable[[], None] = lambda: None  # called around each wait for a fetch
-        self.after_wait: Callable[[], None] = lambda: None
+        self.before_wait: Wait = lambda: None  # called around each wait for a fetch
+        self.after_wait: Wait = lambda: None
         self._whole: list[int] = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
-        self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
+        self._pool = None
+        if source.device.type == "cuda":
+            self._pool = torch.cuda.MemPool()
         self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
 
     def take(self, number: int, layer: nn.Module) -> None:
@@ -144,22 +150,30 @@ class StreamedLayers:
         taken.let_go()
 
     def _room(self) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._pool is None
-            else torch.cuda.use_mem_pool(self._pool, self.source.device)
-        )
+        if self._pool is None:
+            return nullcontext()
+        return torch.cuda.use_mem_pool(self._pool, self.source.device)
 
-    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(
+        self,
+        number: int,
+        forward: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Wrap a layer's forward so that the layer is whole for it and for its backward."""
         return functools.partial(self._forward, number, forward)
 
     def _forward(
-        self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any
+        self,
+        number: int,
+        forward: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         self._use(number)
         output = forward(*arguments, **options)
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        hidden = output
+        if not isinstance(output, torch.Tensor):
+            hidden = output[0]
         if hidden.requires_grad:
             # Its backward ends where another layer is used: not every layer has a gradient of its
             # input.
@@ -175,19 +189,20 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any
-        were not used.
+        """End the list, or a use without one, and release all layers. Raises RuntimeError for uses
+        that are left.
         """
-        uses, self._uses = self._uses, None
+        unused = list(self._uses or ())
+        self._uses = None
         self._let_go_but(())
-        if uses is not None and (unused := list(uses)):
+        if unused:
             raise RuntimeError(
                 f"{len(unused)} uses of streamed layers are left, first of layer {unused[0][0]}"
             )
 
     def _use(self, number: int) -> None:
         """Make the layer whole; all before it have computed."""
-        pair: tuple[int, int | None] = number, None
+        pair = number, None
         if self._uses is not None:
             pair = next(self._uses, (-1, None))
             if pair[0] != number:  # ranks that fetch from each other would wait for ever
@@ -212,7 +227,8 @@ class StreamedLayers:
                 layer.make_room()
                 layer.wait = self.source.fetch(layer)
                 self._whole.append(number)
-                self.fetch_count += self._uses is not None
+                if self._uses is not None:
+                    self.fetch_count += 1
 
     def _let_go_but(self, wanted: Sequence[int | None]) -> None:
         for number in self._whole:

@@ -1,5 +1,4 @@
-"""Where streamed decoder layers are kept: in the host's memory, in parts on several ranks, or in
-fewer bits.
+"""Stores of streamed decoder layers: the host's memory, parts on several ranks, or fewer bits.
 
 host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
            the ranks of a machine that stream the same layers
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
@@ -31,32 +31,40 @@ HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
 class PeerSource(Source):
-    """Each rank of a process group keeps an equal part of every layer, on its device."""
+    """A store on devices: each rank of a process group keeps an equal part of every layer."""
 
     name = "peers"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         super().__init__(device)
         self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
 
     def padded(self, size: int) -> int:
         step = ALIGNMENT * self._size
         return -(-size // step) * step
 
-    def keep(self, layer: StreamedLayer) -> torch.Tensor:
+    def keep(self, layer: StreamedLayer) -> Tensor:
         part = layer.bytes // self._size
         return layer.buffer[self._rank * part : (self._rank + 1) * part].clone()
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return dist.all_gather_into_tensor(
-            layer.buffer, layer.kept, group=self._group, async_op=True
+            layer.buffer,
+            layer.kept,
+            group=self._group,
+            async_op=True,
         ).wait
 
 
 class HostSource(Source):
-    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on
-    one machine.
+    """A store in host memory of all bytes of every layer, one for all ranks of `group` on a
+    machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None:
     this rank alone.
@@ -64,40 +72,45 @@ class HostSource(Source):
 
     name = "host"
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(device)
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
         # ranks of the group on this machine, the first of which fills the memory
         self._here: list[int] = []
         if self._group is not None:
-            machines: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
+            machines = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(machines, _machine(), group=self._group)
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
-    def keep(self, layer: StreamedLayer) -> torch.Tensor:
-        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
-        it.
+    def keep(self, layer: StreamedLayer) -> Tensor:
+        """Copy the layer to the host. Raises UserError for too little memory, or a driver that
+        cannot lock it.
         """
-        kept = (
-            self._filled_once(layer)
-            if self._group is not None
-            else _filled(_memory_file(layer.bytes), layer)
-        )
+        if self._group is None:
+            kept = _filled(_memory_file(layer.bytes), layer)
+        else:
+            kept = self._filled_once(layer)
         if self.device.type == "cuda":
             lock(kept)
         return kept
 
-    def _filled_once(self, layer: StreamedLayer) -> torch.Tensor:
+    def _filled_once(self, layer: StreamedLayer) -> Tensor:
         """Let the first rank of this machine fill memory with the layer's bytes, and the others map
         it.
         """
         is_first = self._here[0] == dist.get_rank(self._group)
-        file = _memory_file(layer.bytes) if is_first else -1
-        kept = _filled(os.dup(file), layer) if is_first else None
-        owners: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size(self._group)
+        file = -1
+        if is_first:
+            file = _memory_file(layer.bytes)
+            kept = _filled(os.dup(file), layer)
+        owners = [(0, 0)] * dist.get_world_size(self._group)
         dist.all_gather_object(owners, (os.getpid(), file), group=self._group)
-        if kept is None:
+        if not is_first:
             kept = _mapped(*owners[self._here[0]], layer.bytes)
         dist.barrier(self._group)  # all have it open
         if is_first:
@@ -108,15 +121,14 @@ class HostSource(Source):
         return self._beside.run(lambda: layer.buffer.copy_(layer.kept, non_blocking=True))
 
 
-def lock(kept: torch.Tensor) -> None:
+def lock(kept: Tensor) -> None:
     """Let the GPU read this memory by itself. Raises UserError where its driver refuses."""
     refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
     if int(refused) != 0:
         raise UserError(
-            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error "
-            f"{refused}). Stream "
-            "fewer layers (parallel.streamed_layers), or let the machine lock more "
-            "memory (ulimit -l)"
+            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer "
+            f"(error {refused}). Stream fewer layers (parallel.streamed_layers), or let the "
+            "machine lock more memory (ulimit -l)"
         )
     # Else the driver would take this memory for locked when it is somebody else's. At the process's
     # end it all goes.
@@ -124,15 +136,13 @@ def lock(kept: torch.Tensor) -> None:
 
 
 def _machine() -> tuple[str, ...]:
-    """What processes that can open each other's files have in common."""
+    """Return a name that processes share if they can open each other's files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
 
 def _memory_file(size: int) -> int:
-    """Descriptor of a file in memory, -1 where the system has none. Raises UserError without
-    room.
-    """
+    """Open a file in memory, -1 where the system has none. Raises UserError without room."""
     if not HAS_MEMORY_FILES:
         return -1
     file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
@@ -143,13 +153,13 @@ def _memory_file(size: int) -> int:
         os.close(file)
         raise UserError(
             f"a decoder layer of {bytes_text(size)} does not fit in the host's memory "
-            f"({error.strerror}). Stream "
-            "fewer layers (parallel.streamed_layers), or use a machine with more"
+            f"({error.strerror}). Stream fewer layers (parallel.streamed_layers), or use a machine "
+            "with more"
         ) from error
     return file
 
 
-def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
+def _filled(file: int, layer: StreamedLayer) -> Tensor:
     """Copy a layer into memory that is not torch's own, which rounds page-locked memory up to a
     power of two.
     """
@@ -159,37 +169,40 @@ def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
     return kept.copy_(layer.buffer)
 
 
-def _mapped(process: int, file: int, size: int) -> torch.Tensor:
+def _mapped(process: int, file: int, size: int) -> Tensor:
     try:
         with Path(f"/proc/{process}/fd/{file}").open("r+b") as stream:
             return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise UserError(
-            f"ranks of one machine cannot open each other's memory ({error.strerror}). "
-            "Start them as one user, with "
-            "/proc mounted without hidepid"
+            f"ranks of one machine cannot open each other's memory ({error.strerror}). Start them "
+            "as one user, with /proc mounted without hidepid"
         ) from error
 
 
 class Codes(NamedTuple):
-    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without
-    that, itself.
+    """A kept parameter: codes (uint8) with bitsandbytes' `state`, or the parameter itself without
+    one.
     """
 
-    codes: torch.Tensor
+    codes: Tensor
     state: Any
 
 
 class QuantisedSource(Source):
-    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the
-    LLM's type.
+    """A store of a rank's layers in fewer bits on its device; a fetch dequantises, to the LLM's
+    type.
 
     No module is exchanged, so that whatever a family does with a weight works, fused experts too.
     """
 
     is_exact = False
 
-    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
+    def __init__(
+        self,
+        quantisation: Quantisation,
+        device: torch.device,
+    ) -> None:
         import bitsandbytes.functional  # an extra, and it takes a second
 
         super().__init__(device)
@@ -198,28 +211,32 @@ class QuantisedSource(Source):
         self._beside = SideStream(device)
 
     def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
-        return [
-            self._quantised(name, p) for name, p in zip(layer.names, layer.parameters, strict=True)
-        ]
+        return list(map(self._quantised, layer.names, layer.parameters))
 
     @torch.no_grad()
-    def _quantised(self, name: str, parameter: torch.Tensor) -> Codes:
+    def _quantised(self, name: str, parameter: Tensor) -> Codes:
         if not is_quantised(name, tuple(parameter.shape)):
             return Codes(parameter.detach().clone(), None)
+        weight = parameter.detach()
         block = BLOCK[self.quantisation]
         if self.quantisation == "nf4":
-            return Codes(
-                *self._library.quantize_4bit(parameter.detach(), blocksize=block, quant_type="nf4")
+            made = self._library.quantize_4bit(
+                weight,
+                blocksize=block,
+                quant_type="nf4",
             )
-        return Codes(*self._library.quantize_blockwise(parameter.detach(), blocksize=block))
+        else:
+            made = self._library.quantize_blockwise(weight, blocksize=block)
+        return Codes(*made)
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return self._beside.run(lambda: self._fill(layer))
 
     @torch.no_grad()
     def _fill(self, layer: StreamedLayer) -> None:
-        nf4 = self.quantisation == "nf4"
-        dequantize = self._library.dequantize_4bit if nf4 else self._library.dequantize_blockwise
+        dequantize = self._library.dequantize_blockwise
+        if self.quantisation == "nf4":
+            dequantize = self._library.dequantize_4bit
         for (codes, state), home in zip(layer.kept, layer.homes, strict=True):
             if state is None:
                 home.copy_(codes)
@@ -231,7 +248,7 @@ class QuantisedSource(Source):
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
         return [self._fingerprint(codes, state) for codes, state in layer.kept]
 
-    def _fingerprint(self, codes: torch.Tensor, state: Any) -> str:
+    def _fingerprint(self, codes: Tensor, state: Any) -> str:
         if state is None:
             return fingerprint(codes)
         text = f"{self.quantisation} {fingerprint(codes)} {fingerprint(state.absmax)}"

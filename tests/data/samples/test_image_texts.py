@@ -23,7 +23,7 @@ from transformers import (
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import BadSample
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample, Tokenization
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes
@@ -186,7 +186,7 @@ def test_index_template_and_stock_processor_agree(tmp_path, tokenizer_name, proc
                 member = tarfile.TarInfo(f"{number:05}.{suffix}")
                 member.size = len(data)
                 out.addfile(member, io.BytesIO(data))
-    build_indexes([tar], str(folder), "chat", layout, workers=1)
+    build_indexes([tar], Tokenization(str(folder), "chat", layout))
     index = read_index(tar)
     lengths = index.texts[text_fingerprint(folder, "chat", layout.texts)]
     template = make_template("chat", load_tokenizer(str(folder)), layout, len(made))

@@ -14,7 +14,7 @@ from archives import conversation, picture, write_tar
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.samples.sample import read_sample
+from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
@@ -105,7 +105,7 @@ def write(folder, make, count: int = 30):
 
 
 def found(tars, key: str | None = None, prompt: str = PROMPT) -> SampleFormat:
-    return sample_format(AUTO, key, prompt, tars, "data.shards")
+    return sample_format(SampleFormat(AUTO, key, prompt), tars, "data.shards")
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -122,7 +122,7 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
     ]
     read = []
     for shards, one in ((tars, form), (ours, LLAVA)):
-        build_indexes(shards, LLM, "chat", form=one, workers=1)
+        build_indexes(shards, Tokenization(LLM, "chat", form=one))
         text = text_fingerprint(model_folder(LLM), "chat", wording=one.wording)
         catalog = Catalog([DataSet(tuple(shards), form=one)], [text], Square(4), 10**6)
         assert catalog.faults == {} and len(catalog) == 30
@@ -232,10 +232,10 @@ def test_a_format_that_an_index_lacks_is_added_and_the_order_of_formats_does_not
     (tar,) = write(tmp_path / "a", make, 20)
     form = SampleFormat("caption", caption_prompt=PROMPT)
     for one in (form, LLAVA):
-        build_indexes([tar], LLM, "plain", form=one, workers=1)
+        build_indexes([tar], Tokenization(LLM, "plain", form=one))
     other_way = index_path(tar).read_bytes()
-    build_indexes([tar], LLM, "plain", workers=1, rebuild=True)
-    build_indexes([tar], LLM, "plain", form=form, workers=1)
+    build_indexes([tar], Tokenization(LLM, "plain"), rebuild=True)
+    build_indexes([tar], Tokenization(LLM, "plain", form=form))
     assert index_path(tar).read_bytes() == other_way
     faults = read_index(tar).faults
     of_files = {3: "undecodable_image", 5: "image_names"}

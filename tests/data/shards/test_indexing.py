@@ -14,6 +14,7 @@ from archives import conversation, picture, write_tar
 from transformers import AddedToken, AutoTokenizer
 
 from mmtrain.base.errors import UserError
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards
 from mmtrain.facts.model_files import model_folder
@@ -23,9 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 LLM = "demo:llm"
 PNG = picture(5, 4)
-FINGERPRINTS = {
-    template: text_fingerprint(model_folder(LLM), template) for template in ("plain", "chat")
-}
+PLAIN = Tokenization(LLM, "plain")
+CHAT = Tokenization(LLM, "chat")
+FINGERPRINTS = {how.template: how.fingerprint for how in (PLAIN, CHAT)}
 
 
 def samples(seed: int, count: int = 12) -> list[tuple[str, bytes, list[bytes]]]:
@@ -110,7 +111,7 @@ def other_tokenizer(folder: Path) -> str:
 
 @pytest.mark.parametrize("template", ["plain", "chat"])
 def test_lengths_are_those_of_stock_transformers(tars, template):
-    build_indexes(tars, LLM, template, workers=1)
+    build_indexes(tars, Tokenization(LLM, template))
     tokenizer = AutoTokenizer.from_pretrained(model_folder(LLM))
     for tar in tars:
         index = read_index(tar)
@@ -133,11 +134,11 @@ def test_lengths_are_those_of_stock_transformers(tars, template):
 def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no_tar(
     tars, tmp_path
 ):
-    build_indexes(tars, LLM, "chat", workers=1)
+    build_indexes(tars, CHAT)
     before = [read_index(tar) for tar in tars]
     tar_state = [(tar.read_bytes(), tar.stat().st_mtime_ns, tar.stat().st_ino) for tar in tars]
     second = other_tokenizer(tmp_path / "second")
-    build_indexes(tars, second, "chat", workers=1)
+    build_indexes(tars, Tokenization(second, "chat"))
     fingerprint = text_fingerprint(tmp_path / "second", "chat")
     tokenizer = AutoTokenizer.from_pretrained(second)
     for tar, first in zip(tars, before, strict=True):
@@ -153,18 +154,18 @@ def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no
 
 
 def test_lengths_added_later_are_those_of_a_scan_and_the_order_of_tokenizers_does_not_show(tars):
-    for template in ("plain", "chat"):
-        build_indexes(tars, LLM, template, workers=1)
+    for how in (PLAIN, CHAT):
+        build_indexes(tars, how)
     one = [index_path(tar).read_bytes() for tar in tars]
     for tar in tars:
         index_path(tar).unlink()
-    for template in ("chat", "plain"):
-        build_indexes(tars, LLM, template, workers=2)
+    for how in (CHAT, PLAIN):
+        build_indexes(tars, how, workers=2)
     assert [index_path(tar).read_bytes() for tar in tars] == one
 
 
 def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_samples_fault(tars):
-    build_indexes(tars[:1], LLM, "plain", workers=1)
+    build_indexes(tars[:1], PLAIN)
     before = read_index(tars[0])
     content = bytearray(tars[0].read_bytes())
     jsons = [
@@ -178,7 +179,7 @@ def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_sampl
     for offset in set(range(len(content))) - kept:
         content[offset] = 0xAA  # headers and images: whoever read them would notice
     tars[0].write_bytes(content)
-    build_indexes(tars[:1], LLM, "chat", workers=1)
+    build_indexes(tars[:1], CHAT)
     index = read_index(tars[0])
     texts = index.texts[FINGERPRINTS["chat"]]
     assert {place: reason for place, (reason, _) in texts.faults.items()} == {3: "checksum"}
@@ -190,35 +191,35 @@ def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_sampl
 
 def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars, logged):
     assert unready_shards(tars, FINGERPRINTS["plain"]) == tars
-    build_indexes(tars[:2], LLM, "plain", workers=1)
-    build_indexes(tars[2:], LLM, "chat", workers=1)
+    build_indexes(tars[:2], PLAIN)
+    build_indexes(tars[2:], CHAT)
     assert unready_shards(tars, FINGERPRINTS["plain"]) == tars[2:]
     written = [index_path(tar).stat().st_mtime_ns for tar in tars[:2]]
     logged.clear()
-    ensure_indexes(tars, LLM, "plain")
+    ensure_indexes(tars, PLAIN)
     assert unready_shards(tars, FINGERPRINTS["plain"]) == []
     assert [index_path(tar).stat().st_mtime_ns for tar in tars[:2]] == written
     assert logged[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
     assert logged[-1].startswith("1 of 1 shards")
     logged.clear()
-    ensure_indexes(tars, LLM, "plain")
+    ensure_indexes(tars, PLAIN)
     assert logged == []
 
 
 def test_an_index_that_is_stale_or_damaged_is_never_replaced_unasked(tars):
-    build_indexes(tars, LLM, "plain", workers=1)
+    build_indexes(tars, PLAIN)
     right = [index_path(tar).read_bytes() for tar in tars]
     index_path(tars[0]).write_bytes(right[0][:-5] + b"\n")
     tars[2].write_bytes(tars[2].read_bytes() + bytes(512))
     left = [index_path(tar).read_bytes() for tar in tars]
-    for attempt in (ensure_indexes, lambda *arguments: build_indexes(*arguments, workers=1)):
+    for attempt in (ensure_indexes, build_indexes):
         with pytest.raises(
             UserError,
             match=r"^2 of 3 shards:\n  .*s-0\.tar\.index: is damaged.*\n  .*s-2.*is stale",
         ):
-            attempt(tars, LLM, "plain")
+            attempt(tars, PLAIN)
         assert [index_path(tar).read_bytes() for tar in tars] == left
-    build_indexes(tars, LLM, "plain", workers=1, rebuild=True)
+    build_indexes(tars, PLAIN, rebuild=True)
     assert [index_path(tar).read_bytes() for tar in tars[:2]] == right[:2]
     assert read_index(tars[2]).tar_bytes == tars[2].stat().st_size
 
@@ -229,7 +230,7 @@ def test_a_tar_that_cannot_be_indexed_does_not_keep_the_others_from_it(tars, wor
     content[3] ^= 1
     tars[0].write_bytes(content)
     with pytest.raises(UserError, match=r"^[^\n]*s-0\.tar: damaged tar header at byte 0[^\n]*$"):
-        build_indexes(tars, LLM, "plain", workers=workers)
+        build_indexes(tars, PLAIN, workers=workers)
     assert [index_path(tar).exists() for tar in tars] == [False, True, True]
 
 
@@ -241,18 +242,19 @@ def test_a_template_that_the_tokenizer_does_not_fit_is_an_error_before_any_shard
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     with pytest.raises(UserError, match="chat template"):
-        build_indexes(tars, str(folder), "chat", workers=2)
+        build_indexes(tars, Tokenization(str(folder), "chat"), workers=2)
     assert not any(index_path(tar).exists() for tar in tars)
 
 
 START = """
 import sys
 from pathlib import Path
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.indexing import build_indexes
 tars = [Path(name) for name in sys.argv[1:]]
 print("ready", flush=True)
 while True:
-    build_indexes(tars, "demo:llm", "plain", workers=2, rebuild=True)
+    build_indexes(tars, Tokenization("demo:llm", "plain"), workers=2, rebuild=True)
 """
 
 
@@ -270,7 +272,7 @@ def stopped_with_children(process: subprocess.Popen) -> list[int]:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_from_outside_it_leaves_whole_indexes_and_no_process(tars):
-    build_indexes(tars, LLM, "plain", workers=1)
+    build_indexes(tars, PLAIN)
     whole = [index_path(tar).read_bytes() for tar in tars]
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", START, *map(str, tars)]
@@ -298,9 +300,7 @@ def test_processes_that_index_for_two_templates_at_once_keep_each_others_lengths
         write_tar(tmp_path / f"s-{number}.tar", files(samples(number, 40))) for number in range(8)
     ]
     start = functools.partial(multiprocessing.get_context("fork").Process, target=build_indexes)
-    running = [
-        start(args=(tars, LLM, template), kwargs={"workers": 1}) for template in ("plain", "chat")
-    ]
+    running = [start(args=(tars, how)) for how in (PLAIN, CHAT)]
     for process in running:
         process.start()
     for process in running:

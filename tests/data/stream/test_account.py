@@ -10,6 +10,7 @@ from json_files import read_lines
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.account import CountError, SampleLog
 from mmtrain.data.stream.loader import PackedBatches
@@ -20,7 +21,7 @@ def open_account(tiny, folder, *overrides):
     options = ["data.workers=0", "train.packs_per_step=5", "data.ledger=true", *overrides]
     config = load_config(tiny / "config.yaml", options)
     packed = PackedBatches(config, 0, 1)
-    return packed, SampleLog(config, packed, None, folder)
+    return packed, SampleLog(packed, None, folder)
 
 
 def run_steps(account, stream, steps):
@@ -103,7 +104,7 @@ def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_
     tiny, tmp_path, make_tiny
 ):
     shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=20, shards=1)
-    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Require())
+    ensure_indexes(shards, Tokenization(str(tiny / "llm"), "llava_v1", Require()))
     alone = (
         "model.vision=null",
         "model.trainable=[llm.norm]",
@@ -115,5 +116,5 @@ def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_
         UserError, match=r"model\.vision is null, and most have images: set data\.images=strip"
     ):
         open_account(tiny, tmp_path, *alone)
-    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", Strip())
+    ensure_indexes(shards, Tokenization(str(tiny / "llm"), "llava_v1", Strip()))
     open_account(tiny, tmp_path, *alone, "data.images=strip")

@@ -6,6 +6,7 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
@@ -81,7 +82,7 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
 
     def opened(name):
         layout = TEXT_ALONE[name](0)
-        ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
+        ensure_indexes([tar], Tokenization(str(tiny / "llm"), "llava_v1", layout))
         return Catalog(
             [DataSet((tar,))],
             [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)],

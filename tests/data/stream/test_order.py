@@ -14,18 +14,17 @@ from mmtrain.data.stream.order import (
     PackOrder,
     SampleSet,
     pack_best_fit,
-    plan_epoch,
 )
 
 PLAN_OF_A_FRESH_PROCESS = """
 import hashlib
 import numpy as np
-from mmtrain.data.stream.order import Capacity, SampleSet, plan_epoch
+from mmtrain.data.stream.order import Capacity, PackOrder, SampleSet
 
 numbers = np.arange(700)
 captions = SampleSet(1.5, np.full(7, 100), 20 + numbers * 7919 % 41, np.ones(700, np.int32))
 long = SampleSet(1.0, np.array([30, 0, 60]), (8 * (numbers[:90] * 7 % 30 - 1)).clip(-1), numbers[:90] % 3)
-plan = plan_epoch([captions, long], 17, 3, Capacity(200, 6), shuffle_shards=4, pack_window=64)
+plan = PackOrder([captions, long], 17, Capacity(200, 6), shuffle_shards=4, pack_window=64).plan(3)
 content = plan.samples.astype("<i8").tobytes() + plan.starts.astype("<i8").tobytes()
 print(hashlib.sha256(content).hexdigest(), plan.drawn, plan.overlong, plan.unusable)
 """
@@ -40,7 +39,7 @@ def sample_set(lengths, shards=1, weight=1.0, images=None):
 
 
 def plan(sets, seed=0, epoch=0, tokens=100, images=None, shuffle_shards=4, pack_window=64):
-    return plan_epoch(sets, seed, epoch, Capacity(tokens, images), shuffle_shards, pack_window)
+    return PackOrder(sets, seed, Capacity(tokens, images), shuffle_shards, pack_window).plan(epoch)
 
 
 def packs_of(epoch_plan):

@@ -37,7 +37,7 @@ def gap(length: int) -> Gap:
 
 def batch_of(*packs: tuple[Document | Gap, ...], length: int = 10, decode=None):
     return make_batch(
-        [Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, 0, decode or no_image
+        [Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, decode or no_image
     )
 
 

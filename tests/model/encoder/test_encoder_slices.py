@@ -23,6 +23,7 @@ from untrained_runs import make_tower
 
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.facts.encoders import ENCODER_BLOCK
+from mmtrain.facts.models import models_of
 from mmtrain.model import probe
 from mmtrain.model.encoder import vision
 from mmtrain.model.encoder.vision import load_vision, made_up_encoder
@@ -236,7 +237,8 @@ def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_
 
 
 def probed(tmp_path: Path, name: object, **settings) -> None:
-    probe_encoder(make_config(tmp_path, model__vision={"name": str(name), **settings}))
+    config = make_config(tmp_path, model__vision={"name": str(name), **settings})
+    probe_encoder(models_of(config))
 
 
 @pytest.mark.nightly  # daily, runs in slices begin with it

@@ -151,7 +151,9 @@ def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(
     one_by_one = attend_by_document(*inputs, Documents(runs, window), 0.3, softcap)
     calls, attend = [], attention._attend
     monkeypatch.setattr(
-        attention, "_attend", lambda *arguments: calls.append(1) or attend(*arguments)
+        attention,
+        "_attend",
+        lambda *states, **options: calls.append(1) or attend(*states, **options),
     )
     together = attend_by_document(*inputs, Documents(runs, window, offsets, length), 0.3, softcap)
     assert together.is_contiguous() and len(calls) == 1
@@ -277,6 +279,10 @@ def gradient_of_keys_is_lost(query, key, *arguments, **options):
     return documented_kernel(query, key.detach() + 0 * key, *arguments, **options)
 
 
+def not_a_number(*arguments, **options):
+    return torch.nan * documented_kernel(*arguments, **options)
+
+
 @pytest.fixture
 def no_comparisons():
     """Forget what flash attention was compared with."""
@@ -292,6 +298,7 @@ def no_comparisons():
         (one_token_too_many, (True,), False),
         (one_document_too_few, (False, True), False),
         (unsupported, (False,), False),
+        (not_a_number, (False,), False),
         (backward_of(documented_kernel), (False, True), True),
         (backward_of(one_token_too_many), (True,), False),
         (backward_of(one_document_too_few), (False,), False),

@@ -19,8 +19,9 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.config.model import ProjectorSection
-from mmtrain.engine.stages import without_init_from
+from mmtrain.engine.stages import trains_whole_projector
 from mmtrain.facts.connectors import Operation, connector
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import make_projector, read_projector
 from mmtrain.model.weights.projector_files import find_projector, refuse_unfit_init_from
@@ -369,4 +370,4 @@ def test_a_run_that_goes_on_needs_its_start_for_what_its_checkpoints_do_not_hold
     config = make_config(
         tmp_path, model__trainable=tuple(trainable), model__projector__init_from="start.safetensors"
     )
-    assert (without_init_from(config).model.projector.init_from is not None) == needed
+    assert trains_whole_projector(models_of(config)) is not needed

@@ -10,9 +10,9 @@ from torch.nn.functional import cosine_similarity
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.facts.models import models_of
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.planner import models_of
 
 pytestmark = pytest.mark.slow
 
