@@ -1,4 +1,4 @@
-"""Read JSON files that runs and exports leave."""
+"""JSON files of tests, read and written."""
 
 import json
 from pathlib import Path
@@ -11,3 +11,7 @@ def read_json(path: Path) -> Any:
 
 def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))

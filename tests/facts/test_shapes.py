@@ -1,6 +1,5 @@
 """Shapes read without torch agree with the stock models whose files they are read from."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import timm
 import torch
 from hybrids import HYBRIDS
-from json_files import read_json
+from json_files import read_json, write_json
 from peft import LoraConfig, inject_adapter_in_model
 from processes import ran_python
 from safetensors.torch import load_file, save_file
@@ -294,7 +293,7 @@ def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> s
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     content = read_json(source / "config.json") | settings
     kept = {key: value for key, value in content.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    write_json(folder / "config.json", kept)
     return str(folder)
 
 
@@ -398,7 +397,7 @@ def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
 def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     facts = read_json(llama / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
+    write_json(tmp_path / "config.json", {**facts, "num_hidden_layers": 4})
     with pytest.raises(
         UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"
     ):
@@ -444,7 +443,7 @@ def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message
 def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(tmp_path):
     tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
     content = read_json(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
+    write_json(tmp_path / "config.json", {**content, "qk_nope_head_dim": None})
     with pytest.raises(
         UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"
     ):
@@ -471,7 +470,7 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
 def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, changes, said):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     content = read_json(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(content | changes))
+    write_json(tmp_path / "config.json", content | changes)
     with pytest.raises(UserError, match=f"^{tmp_path}: config.json says .*{said}"):
         llm_shape(str(tmp_path))
 
@@ -479,8 +478,8 @@ def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, change
 def test_layers_of_multi_token_prediction_are_left_on_the_disk(llama, tmp_path):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     content = read_json(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text(
-        json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    write_json(
+        tmp_path / "config.json", content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     )
     assert llm_shape(str(tmp_path)).decoder == llm_shape(str(llama)).decoder[:2]
 
@@ -611,7 +610,7 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
     ],
 )
 def test_another_model_of_transformers_is_refused_by_its_type(model_type, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_json(tmp_path / "config.json", {"model_type": model_type})
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         vision_shape(str(tmp_path), -2)

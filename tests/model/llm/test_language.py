@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from json_files import read_json
+from json_files import read_json, write_json
 from processes import ran_python
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -252,7 +252,7 @@ def test_a_head_that_a_multimodal_class_ties_and_the_llms_own_does_not_is_the_em
         "vision_config": {},
         "text_config": text,
     }
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    write_json(tmp_path / "config.json", whole)
     part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
     assert torch.equal(part.head_parameters()[0], stored["model.embed_tokens.weight"])
 
@@ -285,16 +285,16 @@ def load(path: Path | str) -> DecoderLayers:
 def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = read_json(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
+    write_json(tmp_path / "config.json", config | {"intermediate_size": 56})
     with pytest.raises(UserError, match=r"do not fit config\.json.*mismatched_keys"):
         load(tmp_path)
     without = {key: value for key, value in config.items() if key != "num_hidden_layers"}
-    (tmp_path / "config.json").write_text(json.dumps(without))
+    write_json(tmp_path / "config.json", without)
     with pytest.raises(
         UserError, match="transformers builds 32 decoder layers, but the weights have"
     ):
         load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -321,7 +321,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
 )
 def test_models_that_cannot_be_sliced_are_refused_by_name(folder, tmp_path, change, message):
     config = read_json(folder / "config.json") | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     with pytest.raises(UserError, match=message):
         load(tmp_path)
 
