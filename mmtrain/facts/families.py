@@ -53,6 +53,13 @@ _BUFFER = re.compile(
 # What checkpoints of a family call its parameters; transformers renames and joins them when it
 # loads.
 _RENAMED = {
+    "bailing_hybrid": (
+        (r"^model\.word_embeddings\.", "model.embed_tokens."),
+        (r"\.attention\.(f_proj\.|dt_bias|A_log)", r".self_attn.forget_gate.\1"),
+        (r"\.attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.attention\.", ".self_attn."),
+        (r"\.mlp\.gate\.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    ),
     "nemotron_h": ((r"^backbone\.", "model."),),
     "olmo_hybrid": (
         (r"\.attention_layer_norm\.", ".input_layernorm."),
