@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,6 @@ def export_hf(
 
     # all files but tensors and card
     is_whole = whole_of(models) is not None
-    write: Callable[..., Written]
     if is_whole:
         write = write_back
     elif isinstance(stock, StockClass):
@@ -300,7 +299,11 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(stock: ExportedClass, config: Json, tensors: Sources) -> None:
+def refuse_loading_faults(
+    stock: ExportedClass,
+    config: Json,
+    tensors: Sources,
+) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -393,7 +396,11 @@ def kept_in_float32(
     return kept
 
 
-def _load(stock: ExportedClass, config: Json, tensors: Tensors) -> tuple[PreTrainedModel, Json]:
+def _load(
+    stock: ExportedClass,
+    config: Json,
+    tensors: Tensors,
+) -> tuple[PreTrainedModel, Json]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

@@ -156,7 +156,12 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     return replace(source, shape=(rows, *rest), read=read)
 
 
-def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> Json:
+def _text_config(
+    folder: Path,
+    config: PreTrainedConfig,
+    rows: int,
+    dtype: str,
+) -> Json:
     """Return the LLM's own config.json with its new rows and dtype."""
     if is_mrope_class(config):
         content = config.text_config.to_dict()

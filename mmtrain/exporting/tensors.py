@@ -89,7 +89,11 @@ def named(tensors: Sources, begin: str) -> Sources:
     return {name: source for name, source in tensors.items() if name.startswith(begin)}
 
 
-def cast_to(dtype: torch.dtype, tensors: Sources, keep: Collection[str] = ()) -> Sources:
+def cast_to(
+    dtype: torch.dtype,
+    tensors: Sources,
+    keep: Collection[str] = (),
+) -> Sources:
     """Cast floating-point tensors to `dtype` when they are read, all but those named in `keep`.
 
     Reading one raises UserError for values that float16 cannot hold.

@@ -64,6 +64,7 @@ num_patches head_dim rope_parameters
 depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size window_size
 fullatt_block_indexes num_position_embeddings deepstack_visual_indexes num_key_value_heads embed_dim
 """
+READ_AS_PATCHES = "register tokens, which a stock class would read as patches"
 # Modules that features may come from: each computes what its stock counterpart does, or in eval
 # mode nothing.
 KNOWN_MODULES = {
@@ -207,7 +208,9 @@ def _from_transformers(
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
-    _refuse_registers(str(folder), family.prefix_tokens(shapes) - 1)
+    registers = family.prefix_tokens(shapes) - 1
+    if registers > 0:
+        raise _unfit(str(folder), f"has {registers} {READ_AS_PATCHES}")
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -264,14 +267,16 @@ def _from_timm(
     computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
-    _refuse_registers(name, model.num_reg_tokens)
+    if model.num_reg_tokens:
+        raise _unfit(name, f"has {model.num_reg_tokens} {READ_AS_PATCHES}")
     state = model.state_dict()
     stock = form_of({own: tuple(state[own].shape) for own in state}, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
         raise _unfit(
-            name, "would be a CLIP of transformers, whose final norm is only for its class token"
+            name,
+            "would be a CLIP of transformers, whose final norm is only for its class token",
         )
     if final_norm and model.norm.eps != model.blocks[0].norm1.eps:
         raise _unfit(
@@ -284,7 +289,7 @@ def _from_timm(
     for block in range(len(model.blocks)):
         for own, stock_name in stock.block.items():
             stems[f"blocks.{block}.{own}"] = f"{stock.blocks}.{block}.{stock_name}"
-    tensors: Tensors = {}
+    tensors = {}
     for own, tensor in state.items():
         stem, _, kind = own.rpartition(".")
         if own.split(".")[0] in BEHIND_THE_BLOCKS:
@@ -308,13 +313,6 @@ def _from_timm(
             tensors[f"{stems[stem]}.{kind}"] = tensor
     _fill_in(tensors, state, stock, model)
     return _timm_config(model, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
-
-
-def _refuse_registers(name: str, registers: int) -> None:
-    if registers > 0:
-        raise _unfit(
-            name, f"has {registers} register tokens, which a stock class would read as patches"
-        )
 
 
 def _fill_in(
