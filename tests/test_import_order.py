@@ -4,14 +4,13 @@ torch.
 
 import ast
 import functools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import ran_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmtrain"
@@ -181,28 +180,14 @@ def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():
         "name.partition('.')[0] in {known!r}))"
     )
     code = code.format(known=("mmtrain", "torch", "pydantic", "numpy"))
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, cwd=ROOT, check=True)
     assert ran.stdout.strip() == "['mmtrain']"
 
 
 def test_importing_all_torch_free_modules_leaves_torch_out():
     lines = [f"import mmtrain.{name}" for name in TORCH_FREE]
     code = "\n".join(["import sys", *lines, f"print(sorted({IMPORT_TORCH!r} & set(sys.modules)))"])
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, cwd=ROOT, check=True)
     assert ran.stdout.strip() == "[]"
 
 

@@ -51,7 +51,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def leftovers(name: str) -> str:
-    """Return a glob pattern for what killed processes left of files of this name or pattern."""
+    """Return a glob pattern of the files that killed processes left unfinished under this name or
+    pattern.
+    """
     return f".{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
 
 
@@ -102,7 +104,7 @@ def _finish(file: Path, mode: int) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, which is never seen in part under its name. Raises OSError."""
+    """Delete a folder: its name vanishes at once, then its content. Raises OSError."""
     doomed = _unfinished(path)
     path.rename(doomed)
     shutil.rmtree(doomed)

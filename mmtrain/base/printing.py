@@ -301,6 +301,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun}"
 
 
+def percent(share: float | None) -> str:
+    """Return a share as `97.4%`; `-` for None."""
+    return "-" if share is None else f"{share:.1%}"
+
+
 def first_few(names: Sequence[str], shown: int) -> str:
     """Return the first names of a list, and how many more there are."""
     text = ", ".join(names[:shown])

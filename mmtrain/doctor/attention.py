@@ -88,8 +88,8 @@ def separate(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor
 
 
 def _states(seed: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query (1, H, L, D), key and value (1, K, L, D), and the gradient (1, L, H, D) of the
-    output.
+    """Return query (1, H, L, D), key and value (1, K, L, D), and the output's gradient (1, L, H,
+    D).
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, TOKENS, HEAD_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]

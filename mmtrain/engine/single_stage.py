@@ -96,7 +96,7 @@ def _in_pack(
     documents: int,
     length: int,
 ) -> Tensor:
-    """Repeat a document's positions (..., T) for each document of a pack, and number its padding."""
+    """Repeat a document's positions (..., T) for all documents of a pack; number the padding."""
     repeats = [1] * (positions.ndim - 1)
     filled = positions.repeat(*repeats, documents)
     rest = torch.arange(length - filled.shape[-1]).expand(*positions.shape[:-1], -1)

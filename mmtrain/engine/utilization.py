@@ -114,7 +114,7 @@ class Utilization:
         flops: float,
         windows: list[float],
     ) -> float | None:
-        """Return the share of the FLOPs that all ranks could have computed in the longest window."""
+        """Return the share of the FLOPs that all ranks could compute in the longest window."""
         if self._peak_flops is None or max(windows) <= 0:
             return None
         return flops / (max(windows) * len(windows) * self._peak_flops)

@@ -10,14 +10,15 @@ have the names of the stock class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.shapes import ParameterShape, Shape
+from mmtrain.facts.settings import Settings, Shapes
+from mmtrain.facts.shapes import ParameterShape
 
 _STOCK_SETTINGS = {
     "projector_hidden_act": "gelu",
@@ -44,7 +45,7 @@ class Operation:
 
     key = ""  # of model.projector, that not all operations read
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         """Return the shapes of its parameters by name."""
         return {}
 
@@ -77,7 +78,7 @@ class RmsNorm(Operation):
     width: int
     eps: float
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {f"{self.name}.weight": (self.width,)}
 
     def cost(self, trained: Collection[str]) -> Cost:
@@ -88,7 +89,7 @@ class RmsNorm(Operation):
 
 
 class LayerNorm(RmsNorm):
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {f"{self.name}.{part}": (self.width,) for part in ("weight", "bias")}
 
 
@@ -99,8 +100,8 @@ class Linear(Operation):
     outputs: int
     has_bias: bool = True
 
-    def shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {f"{self.name}.weight": (self.outputs, self.inputs)}
+    def shapes(self) -> Shapes:
+        shapes: Shapes = {f"{self.name}.weight": (self.outputs, self.inputs)}
         if self.has_bias:
             shapes[f"{self.name}.bias"] = (self.outputs,)
         return shapes
@@ -141,7 +142,7 @@ class Gated(Operation):
     outputs: int
     key = "width"
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {
             f"{self.name}.gate_proj.weight": (self.inner, self.inputs),
             f"{self.name}.up_proj.weight": (self.inner, self.inputs),
@@ -169,7 +170,7 @@ class Newline(Operation):
     name: str
     width: int
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Shapes:
         return {self.name: (self.width,)}
 
 
@@ -201,8 +202,9 @@ def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
-    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless
-    it is given.
+    """AyaVisionMultiModalProjector.
+
+    `alignment_intermediate_size` is the LLM's hidden size unless it is given.
     """
     inner = sizes.width or sizes.llm_width
     return (
@@ -225,22 +227,17 @@ def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor),
         LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
         Linear("linear_1", sizes.shuffled, sizes.llm_width),
-        Gelu(sizes.llm_width),
-        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+        *mlp2x_gelu(sizes)[1:],
     )
 
 
 def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
-    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear
-    layers.
-    """
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both layers."""
     return (*mlp2x_gelu(sizes), Pool(sizes.factor))
 
 
 def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
-    """Mistral3MultiModalProjector, and LightOnOcr's; its norm takes its eps from the LLM's
-    configuration.
-    """
+    """Mistral3MultiModalProjector, and LightOnOcr's; its norm has the eps of the LLM's norms."""
     return (
         RmsNorm("norm", sizes.vision_width, sizes.norm_eps),
         Shuffle(sizes.factor, feature_first=True),
@@ -252,9 +249,7 @@ def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def patch_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """The merger of LLaVA-OneVision 1.5 and Innovator-VL behind RICE, and Kimi-VL's projector
-    behind MoonViT.
-    """
+    """The merger behind RICE (LLaVA-OneVision 1.5, Innovator-VL) and MoonViT (Kimi-VL)."""
     return LayerNorm("norm", sizes.vision_width, eps=1e-5), *_merged(sizes)
 
 
@@ -269,8 +264,9 @@ def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
-    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks
-    (arXiv:2406.04334).
+    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks.
+
+    DeepStack: arXiv:2406.04334.
     """
     branches: list[Operation] = []
     for number in range(sizes.deepstack):
@@ -291,8 +287,9 @@ def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
 
 
 def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and Glm4vVisionPatchMerger;
-    GLM-OCR's too.
+    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and its PatchMerger.
+
+    GLM-OCR has it, too.
     """
     width = sizes.llm_width
     return (
@@ -361,7 +358,7 @@ def has_deepstack(section: ProjectorSection) -> bool:
     return any(isinstance(operation, Branch) for operation in operations)
 
 
-def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
+def refuse_other_settings(config_json: Settings, source: str) -> None:
     """Raise UserError for a config.json with another function of a connector's tensors."""
     settings = _STOCK_SETTINGS
     # its linear layers have no bias, by default and here

@@ -88,7 +88,7 @@ class LayerMeasures:
 
     Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage.
     Bytes are as in `costs.LayerCost`: a layer's output counts where the next layer keeps it as its
-    input; weights never count.
+    input; weights never count. They are None on a CPU, where they are estimated instead.
     """
 
     __pydantic_config__ = EXACTLY
@@ -97,12 +97,12 @@ class LayerMeasures:
     backward_seconds: Seconds  # 0 where nothing runs backward
     # the backward if the layer recomputes its activations, its second forward included
     recomputing_seconds: Seconds
-    kept_bytes: Count
-    kept_bytes_recomputing: Count
-    forward_working_bytes: Count
-    backward_working_bytes: Count
+    kept_bytes: Count | None = None
+    kept_bytes_recomputing: Count | None = None
+    forward_working_bytes: Count | None = None
+    backward_working_bytes: Count | None = None
     # the backward's if the layer recomputes, what it makes again included
-    recomputing_working_bytes: Count
+    recomputing_working_bytes: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +362,9 @@ def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
 def calibrated(
     costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
 ) -> tuple[RunCosts, Timings]:
-    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer
-    was not measured.
+    """Return the costs with measured bytes, if there are any, and measured seconds.
+
+    Raises UserError where a kind of layer was not measured.
 
     What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and
     what another number of replicas changes at a step's end.
@@ -386,16 +387,27 @@ def calibrated(
     if not costs.encoder.frozen:  # its backward belongs to stage 0's
         backward = of_front.backward_seconds + of_encoder.backward_seconds
         measures["front"] = replace(
-            of_front,
-            backward_seconds=backward,
-            recomputing_seconds=backward,
+            of_front, backward_seconds=backward, recomputing_seconds=backward
+        )
+    names: list[str] = []
+    encoder = costs.encoder
+    if all(layer.kept_bytes is not None for layer in measures.values()):  # on a GPU
+        names = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
+        encoder = replace(
+            encoder,
+            working_bytes=of_encoder.forward_working_bytes,
+            stem_working_bytes=calibration.encode_stem_bytes,
+            later_working_bytes=calibration.encode_later_bytes,
+        )
+    if names and not encoder.frozen:
+        measures["front"] = replace(
+            measures["front"],
             kept_bytes=of_front.kept_bytes + of_encoder.kept_bytes,
             kept_bytes_recomputing=of_front.kept_bytes_recomputing + of_encoder.kept_bytes,
             backward_working_bytes=max(
                 of_front.backward_working_bytes, of_encoder.backward_working_bytes
             ),
         )
-    names = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
 
     def seconds(layer: LayerCost) -> LayerSeconds:
         kind = measures[layer.kind]
@@ -412,12 +424,6 @@ def calibrated(
 
     assumed = assumed_timings(costs, replicas, device)
     blocks, block = costs.encoder.blocks, calibration.encode_block_seconds
-    encoder = replace(
-        costs.encoder,
-        working_bytes=of_encoder.forward_working_bytes,
-        stem_working_bytes=calibration.encode_stem_bytes,
-        later_working_bytes=calibration.encode_later_bytes,
-    )
     timings = replace(
         assumed,
         device=calibration.key.device,

@@ -1,13 +1,13 @@
-"""The headline: what was trained, on what, whether it worked, what went wrong."""
+"""Headline of a page: answers to six questions about the run."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 
-from mmtrain.base.printing import counted, first_few
+from mmtrain.base.printing import counted, first_few, percent
 from mmtrain.base.progress import clock
-from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number, percent
+from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, Tone, listed, number
 from mmtrain.report.records import Record, RunRecord
 
 SHOWN = 4  # names in a sentence
@@ -123,7 +123,8 @@ def _worked(run: RunRecord) -> Finding:
     )
     better, by_loss = _compare(last, first)
     lower, higher = ("lower loss", "higher loss") if by_loss else ("better", "worse")
-    answer, tone = "no clear change", "mixed"
+    tone: Tone = "mixed"
+    answer = "no clear change"
     if better < 0:
         answer, tone = higher, "bad"
     elif better > 0:
@@ -153,6 +154,7 @@ def _looked(run: RunRecord) -> Finding:
             "shuffled images at the end of a run."
         )
         return Finding("unknown", text)
+
     last = run.evaluations[-1]
     text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if gain := _gain(last, control):
@@ -164,6 +166,7 @@ def _looked(run: RunRecord) -> Finding:
     if (kept := control.samples - control.permuted_samples) > 0:
         their = "its" if kept == 1 else "their"
         text += f" {counted(kept, 'sample')} kept {their} own images."
+
     better, by_loss = _compare(last, control)
     if better > 0:
         why = "by the loss: it is higher with wrong images"
@@ -206,13 +209,14 @@ def _scores(scores: Record) -> str:
 
 
 def _few(first: Record, second: Record) -> bool:
-    """Whether too few answers are exact to say anything."""
+    """Return whether too few answers are exact to say anything."""
     return max(first.exact_match or 0.0, second.exact_match or 0.0) < FEW_EXACT
 
 
 def _compare(first: Record, second: Record) -> tuple[float, bool]:
-    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear, and whether
-    the loss decides.
+    """Return a number above 0 if `first` is better, below 0 if worse, and whether loss decides.
+
+    It is 0 where the difference is not clear.
     """
     if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
         return gain[0], False

@@ -180,7 +180,9 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
 
 
 def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
-    """Return what happened to a rank ("was killed by SIGKILL"), in which step and at what work."""
+    """Return a line on a rank: what happened to it ("was killed by SIGKILL"), in which step, at
+    what work.
+    """
     return f"{_name(job, rank)} {what} {_at(*RankProgress.read(records / f'progress-{rank}'))}"
 
 

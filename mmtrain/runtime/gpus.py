@@ -186,9 +186,15 @@ def _machine() -> Machine:
 
 
 def _gpu(torch: Any, index: int) -> Gpu:
+    import pynvml
+
     properties = torch.cuda.get_device_properties(index)
-    free = _free_by_nvml(str(getattr(properties, "uuid", "")))
-    if free is None:
+    try:
+        # without a context on the GPU, which takes half a GiB
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{getattr(properties, 'uuid', '')}")
+        free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
+    except pynvml.NVMLError:
         free = torch.cuda.mem_get_info(index)[0]
     return Gpu(
         properties.name,
@@ -196,23 +202,6 @@ def _gpu(torch: Any, index: int) -> Gpu:
         free,
         (properties.major, properties.minor),
     )
-
-
-def _free_by_nvml(uuid: str) -> int | None:
-    """Return a GPU's free bytes without a context on it, which takes half a GiB."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    # nvmlMemory_t: total, free, used
-    handle = ctypes.c_void_p()
-    memory = (ctypes.c_ulonglong * 3)()
-    works = (
-        nvml.nvmlInit_v2() == 0
-        and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0
-        and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-    )
-    return memory[1] if works else None
 
 
 def _driver_cuda() -> tuple[int, int] | None:

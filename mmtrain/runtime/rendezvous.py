@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet and compare their plans.
+"""The meeting of a run's ranks, which compare their plans there.
 
 A store of torch's that listens on one address, and from which nothing is unpickled:
 

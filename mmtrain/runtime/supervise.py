@@ -122,8 +122,8 @@ def run_ranks(job: Job) -> Failure | None:
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
 
         class Logs(DefaultLogsSpecs):
-            """torch asks it for the ranks' outputs right before it starts them: from then on they
-            can be asked to stop.
+            """The outputs of ranks, which torch asks for right before it starts these. From then on
+            they can be asked to stop.
 
             Before, a signal ends this process at once: no Python handler runs while it waits in C++
             for other nodes.

@@ -25,6 +25,7 @@ from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
 from mmtrain.facts.families import canonical_name
 from mmtrain.facts.models import Models
+from mmtrain.facts.settings import Settings
 from mmtrain.facts.shapes import VisionShape, llm_shape
 from mmtrain.facts.timm_models import form_of
 from mmtrain.layouts.layout import ImageLayout, Tiling
@@ -48,7 +49,6 @@ WHAT_WORKS = (
     "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained "
     "alone, on features before the encoder's last norm"
 )
-Settings = dict[str, Any]  # keys of a JSON file
 Inputs = dict[str, "torch.Tensor"]
 INTERN_VIT = "InternVLVisionModel"
 # Python of a card: `picture` in RGB, what is transparent in it laid on white, as in training.

@@ -86,7 +86,12 @@ class _Run:
     """One rank's part of a run: one method for each act, in order."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None, verbose: bool
+        self,
+        config: RunConfig,
+        plan: Plan,
+        rank: Rank,
+        start: ResumePoint | None,
+        verbose: bool,
     ) -> None:
         """Join the process group, and learn from rank 0 where to begin: other machines need not see
         its files.
@@ -101,7 +106,9 @@ class _Run:
         dist.broadcast_object_list(shared, 0)
         self.start = shared[0]
         self.config = config
-        self.first_step = 0 if self.start is None else self.start.checkpoint.step
+        self.first_step = 0
+        if self.start is not None:
+            self.first_step = self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 
     def open_data(self) -> None:
@@ -121,19 +128,20 @@ class _Run:
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
+
+        # every rank learns the data's fingerprint and its steps from those that read
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
-        seen = all_gather_object(
-            self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps)
-        )
-        readers = [other.rank for other in plan.ranks if other.pipeline == 0]
-        for other in readers:
-            if seen[other] != seen[readers[0]]:
+        own = self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps)
+        seen = all_gather_object(own)
+        first, *others = (other.rank for other in plan.ranks if other.pipeline == 0)
+        for other in others:
+            if seen[other] != seen[first]:
                 raise UserError(
-                    f"data.shards: ranks {readers[0]} and {other} have different data: "
-                    "the shards, or their indexes, "
-                    "must be the same on every machine"
+                    f"data.shards: ranks {first} and {other} have different data: "
+                    "the shards, or their indexes, must be the same on every machine"
                 )
-        self.data, self.max_steps = seen[readers[0]]
+        self.data, self.max_steps = seen[first]
+
         self.readers = replica_group(
             plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds
         )
@@ -150,6 +158,7 @@ class _Run:
         self.stages = build_stages(
             config, plan, rank.rank, self.device, self.readers, resumes=resumes
         )
+
         rank.progress.at(self.first_step, "building the engine")
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
@@ -161,32 +170,40 @@ class _Run:
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
+
         if self.start is None and config.model.init_from is not None:
             weights = load_init_from(config, self.engine.trainable)
             self.engine.weights.load({**self.engine.trainable, **weights}, {})
         # Again, with master weights, communicators and libraries' workspaces in place.
         refuse_short_device_memory(self.place, self.device)
+
+        # The audit compares with this moment at the end.
         self.audit = RankAudit(
             self.place, self.stages, self.engine.optimizer, self.engine.trainable
         )
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
-        frozen = [start["frozen_parameters"] for start in starts]
+
+        files: dict[str, str] = {}
+        for start in starts:
+            files |= start["files"]
         self.about: dict[str, Any] = {  # in every checkpoint
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
-            "frozen_fingerprint": model_fingerprint(frozen),
-            "frozen_files": {
-                name: digest for start in starts for name, digest in start["files"].items()
-            },
-            "settings_fingerprint": settings_fingerprint(config.model) if rank.rank == 0 else None,
-            "branched_from": None if self.start is None else self.start.branched_from,
+            "frozen_fingerprint": model_fingerprint(
+                [start["frozen_parameters"] for start in starts]
+            ),
+            "frozen_files": files,
+            "settings_fingerprint": None,
+            "branched_from": self.start and self.start.branched_from,
         }
+        if rank.rank == 0:
+            self.about["settings_fingerprint"] = settings_fingerprint(config.model)
 
     def _before_instruction(self, step: int, instruction: object) -> None:
-        self.rank.progress.at(
-            step, instruction if self.engine.is_training else f"evaluation: {instruction}"
-        )
+        if not self.engine.is_training:
+            instruction = f"evaluation: {instruction}"
+        self.rank.progress.at(step, instruction)
         if self.rank.stop.asked:
             self.engine.request_stop()
 
@@ -202,14 +219,16 @@ class _Run:
             start.refuse_other_contents(self.data, *fingerprints, self.max_steps)
         engine.weights.load(*load(start.checkpoint, engine.trainable))
         state = start.checkpoint.state
-        engine.saw_gradient |= {
-            name for name in engine.trainable if state["trained"][name]["had_gradient"]
-        }
+        for name in engine.trainable:
+            if state["trained"][name]["had_gradient"]:
+                engine.saw_gradient.add(name)
         engine.bad_steps = state["bad_steps"]
         self.audit.begin_with(state["trained"])
-        self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
+        if state["data"]["fingerprint"] == self.data:
+            self.counts = state["data"]["counts"]
         if self.rank.rank == 0:
-            go_back(self.rank.folder, start.checkpoint if start.is_own else None)
+            own = start.checkpoint if start.is_own else None
+            go_back(self.rank.folder, own)
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
@@ -219,9 +238,11 @@ class _Run:
         )
         self.records = self.recorder.records
         if self.packed is not None:
-            left_out = [] if self.held_out is None else self.held_out.faults
+            left_out = self.held_out.faults if self.held_out else []
             self.recorder.open_account(self.packed, self.readers, left_out, self.counts)
-        saved_step = self.first_step if self.start is not None and self.start.is_own else None
+        saved_step = None
+        if self.start is not None and self.start.is_own:
+            saved_step = self.first_step
         self.saver = Checkpointer(
             rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step
         )
@@ -233,11 +254,9 @@ class _Run:
 
     def _report(self, saved: SaveResult) -> None:
         self.records.write(**saved.record())
-        text = (
-            f"saved {saved.path}"
-            if saved.error is None
-            else f"the checkpoint was not saved: {saved.error}"
-        )
+        text = f"saved {saved.path}"
+        if saved.error is not None:
+            text = f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
         self.console.line(text)
 
@@ -256,7 +275,12 @@ class _Run:
         if not self.start.is_own:
             self.save(step)
             self.saver.finish()
-        self.records.write("resume", step=step, checkpoint=str(path), changed=changed)
+        self.records.write(
+            "resume",
+            step=step,
+            checkpoint=str(path),
+            changed=changed,
+        )
 
     def make_steps(self) -> int:
         """Make steps until all are made or a signal asks to stop; return how many are made."""
@@ -285,7 +309,8 @@ class _Run:
             return
         self.rank.progress.at(step, "saving")
         engine = self.engine
-        counts = None if self.recorder.account is None else self.recorder.account.state_dict()
+        account = self.recorder.account
+        counts = account and account.state_dict()
         now = {
             "loss": self.loss,
             "bad_steps": engine.bad_steps,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from sweeps import sweep
 from untrained_runs import config_of, export, make_checkpoint, make_tower
 
@@ -105,7 +106,7 @@ def tower(architecture: str, changes: dict, **settings: object) -> Callable[[Pat
 
     def made(tiny: Path, folder: Path) -> str:
         file = make_tower(folder, architecture, changes) / "config.json"
-        content = json.loads(file.read_text())
+        content = read_json(file)
         content["pretrained_cfg"] |= settings
         file.write_text(json.dumps(content))
         return f"model.vision.name={folder}"

@@ -251,17 +251,19 @@ def write_shard(
     return shard.summary()
 
 
+@dataclass
 class _Shard:
     """A tar on its way into a stream, and the index of what went there."""
 
-    def __init__(self, path: Path, stream: BinaryIO, count: TextCounter | None) -> None:
-        self.path = path
-        self.stream = stream
-        self.count = count
+    path: Path
+    stream: BinaryIO
+    count: TextCounter | None
+
+    def __post_init__(self) -> None:
         self.index = ShardIndex(0, [], [], [], {LLAVA.reading: {}})
         self.lengths = TextLengths([])
-        if count is not None:
-            self.index.texts[count.how.fingerprint] = self.lengths
+        if self.count is not None:
+            self.index.texts[self.count.how.fingerprint] = self.lengths
         self.sha256 = hashlib.sha256()
 
     def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:

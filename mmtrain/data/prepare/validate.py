@@ -99,7 +99,10 @@ class Validator:
                 named.images,
                 holds_images,
             )
-            size = self._size(candidate, adapted.images)
+            size = 1  # of the candidate, in the limit's unit
+            if self.shard_bytes is not None:
+                text = len(record_json(candidate.content))
+                size = tar_bytes([text, *map(self._image_size, adapted.images)])
 
             if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
@@ -120,12 +123,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
-        """Return what a candidate adds to its shard, in the limit's unit."""
-        if self.shard_bytes is None:
-            return 1
-        return tar_bytes([len(record_json(candidate.content)), *map(self._image_size, images)])
 
     def _image_size(self, image: RowImage) -> int:
         if image.content is not None:
@@ -181,35 +178,33 @@ class ShardStats:
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
-            self._reject(rejection)
-        self.shards.append(finished.shard)
-
-    def _reject(self, rejection: BadRecord) -> None:
-        source, number = place(self.validator.sources, rejection.record)
-        self.rejected.write(
-            file=source.name,
-            record=number,
-            id=rejection.id,
-            reason=rejection.reason,
-            detail=rejection.detail,
-        )
-        self.reasons[rejection.reason] += 1
         allowed = self.validator.allowed_rejections
-        if self.reasons.total() > allowed:
-            counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
-            if self.reasons["missing_image"] == rejection.record + 1:
+        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
+            source, number = place(self.validator.sources, rejection.record)
+            self.rejected.write(
+                file=source.name,
+                record=number,
+                id=rejection.id,
+                reason=rejection.reason,
+                detail=rejection.detail,
+            )
+            self.reasons[rejection.reason] += 1
+            read = rejection.record + 1
+            if self.reasons["missing_image"] == read > allowed:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images says, "
+                    f"the first {read:,} images are not where --images says, "
                     f"the last is {rejection.detail}. "
                     "Name the folder that the records' names are relative to"
                 )
-            raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first "
-                f"{rejection.record + 1:,} ({counts}), but {allowed:,} of {self.total:,} are "
-                f"allowed; the last is {rejection.reason}: {rejection.detail}. Fix them, "
-                "give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
-            )
+            if self.reasons.total() > allowed:
+                counts = ", ".join(f"{n:,} {code}" for code, n in self.reasons.most_common())
+                raise UserError(
+                    f"too many bad records: {self.reasons.total():,} of the first {read:,} "
+                    f"({counts}), but {allowed:,} of {self.total:,} are allowed; the last is "
+                    f"{rejection.reason}: {rejection.detail}. Fix them, give rows that are not "
+                    "LLaVA's by --from, not --json, or raise --max-reject-rate"
+                )
+        self.shards.append(finished.shard)
 
     def write_summary(self, out: Path, run: dict) -> None:
         """Write dataset.json beside finished shards, with the options and inputs of `run`.

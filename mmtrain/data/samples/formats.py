@@ -98,7 +98,7 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """The part of a text's fingerprint that this format decides.
+        """Return the part of a text's fingerprint that this format decides.
 
         Empty for LLaVA's own format.
         """
@@ -279,7 +279,8 @@ def qa_turns(record: object, images: int) -> Turns:
 
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(map(_is_message, value)):
+        have_roles = (isinstance(one, dict) and not {*ROLE_KEYS}.isdisjoint(one) for one in value)
+        if all(have_roles):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
@@ -301,10 +302,6 @@ def _messages(speaker: str, value: object) -> list[dict]:
             f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON",
         )
     return [{"role": speaker, "content": value}]
-
-
-def _is_message(entry: object) -> bool:
-    return isinstance(entry, dict) and not entry.keys().isdisjoint(ROLE_KEYS)
 
 
 def _answer_text(entry: object) -> object:
@@ -388,7 +385,7 @@ def first_value(record: object, keys: Iterable[str]) -> Any:
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the list under the first of the keys that holds anything, such as images."""
+    """Return the list of values under the first of the keys that holds any, such as images."""
     for key in keys:
         if entries := held(first_value(record, (key,))):
             return entries
@@ -522,7 +519,7 @@ def is_image_part(part: dict) -> bool:
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns.
+    """Return the checked turns, with a mark for each image.
 
     If none has a mark, put the marks of all images before the first question.
     """

@@ -98,7 +98,7 @@ class QuarantinedSample:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """The way to the tokens of a sample's text."""
+    """The way from a sample's text to its tokens."""
 
     tokenizer: str  # of an LLM: its folder, or its name
     template: str  # as data.template

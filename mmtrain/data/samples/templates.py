@@ -45,7 +45,7 @@ BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 
 
 class _Template:
-    """What all templates share: a tokenizer, with the texts and tokens of images."""
+    """A tokenizer with the texts and tokens of images: the part that all templates share."""
 
     def __init__(
         self,

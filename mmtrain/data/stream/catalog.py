@@ -21,7 +21,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -412,13 +412,13 @@ def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, n
     return sums[:, 0], np.minimum(sums[:, 1], np.iinfo(np.int32).max).astype(np.int32), faults
 
 
+@dataclass
 class Reader:
     """Reads samples by number; each process needs its own, but a forked copy is one."""
 
-    def __init__(self, catalog: Catalog, retry_seconds: float) -> None:
-        self.catalog = catalog
-        self.retry_seconds = retry_seconds
-        self._files: OrderedDict[Path, int] = OrderedDict()
+    catalog: Catalog
+    retry_seconds: float
+    _files: OrderedDict[Path, int] = field(init=False, default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
         """Read the sample of a global number.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import VideoLlama3VisionModel, vision_utils
+from transformers import vision_utils
 
 from mmtrain.base.devices import copied
 from mmtrain.facts.chunks import PATCHES_PER_CALL
@@ -156,7 +156,7 @@ def _in_cells(
     factor: int,
     block: int,
 ) -> Tensor:
-    """Bring a picture's features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
+    """Bring features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
     rows, columns = grid
     blocks = factor // block
     apart = features.reshape(rows, blocks, columns, blocks, block, block, -1)
@@ -203,9 +203,9 @@ def _features(
         for part in (output.pooler_output, *output.deepstack_features):
             parts.append(part.view(len(patches), -1))
         return torch.cat(parts, dim=-1)
-    if isinstance(model, VideoLlama3VisionModel):
+    if native.has_merge_sizes:
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
-    elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
+    if native.is_cut_out:
         patches = patches.view(1, len(patches), 3, model.config.patch_size, -1)
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 

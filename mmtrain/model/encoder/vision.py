@@ -225,8 +225,9 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
     # transformers does not export all
     for home in (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl):
-        if hasattr(home, family.model):
-            return getattr(home, family.model)
+        found = getattr(home, family.model, None)
+        if found is not None:
+            return found
     raise UserError(
         f"model.vision.name: transformers {transformers.__version__} has no {family.model}. "
         f"Install version {TESTED_TRANSFORMERS}, which has it"
@@ -267,8 +268,9 @@ def _load_hf(
     unused = family.unused(final_norm, str(folder), merges)
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
-    deepstack = () if shape is None else shape.deepstack
-    _set_depth(config, config.num_hidden_layers + 1 + select_layer, deepstack)
+    config.num_hidden_layers += 1 + select_layer
+    config.vision_use_head = False
+    config.deepstack_visual_indexes = [] if shape is None else list(shape.deepstack)
     if any(folder.glob("*.safetensors")):
         entries = encoder_tensors(folder, tensor_entries(folder))
         opened = _open_held(entries, held)
@@ -416,7 +418,9 @@ def _made_up_stock(
 ) -> VisionTower:
     with foreign_files(f"model.vision.name: {folder}"):
         config = shrink(stock_config(family, folder))
-    _set_depth(config, depth)
+    config.num_hidden_layers = depth
+    config.vision_use_head = False
+    config.deepstack_visual_indexes = []
     # Qwen2.5-VL's: other blocks attend in windows of pixels
     if hasattr(config, "fullatt_block_indexes"):
         config.fullatt_block_indexes = [1]
@@ -434,16 +438,6 @@ def _made_up_stock(
     source = str(folder)
     _leave_out(stock, family.unused(final_norm, source, merges))
     return _hf_tower(stock.to(dtype), family, config, source, shape)
-
-
-def _set_depth(
-    config: transformers.PreTrainedConfig,
-    depth: int,
-    deepstack: Sequence[int] = (),
-) -> None:
-    config.num_hidden_layers = depth
-    config.vision_use_head = False
-    config.deepstack_visual_indexes = list(deepstack)
 
 
 def _open_held(

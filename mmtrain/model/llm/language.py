@@ -563,10 +563,9 @@ def causal_config(
             f"{folder}: transformers {transformers.__version__} does not know {family}. {why}"
         )
     with quiet():  # about mrope_section, which some text models' configs do not list
-        has_parts = holds_parts(folder)
-        part = "text_config in " if has_parts else ""
+        part = "text_config in " if holds_parts(folder) else ""
         with foreign_files(f"{folder}: {part}config.json"):
-            if has_parts:
+            if part:
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
             else:
                 config = AutoConfig.from_pretrained(

@@ -39,14 +39,9 @@ from mmtrain.facts.connectors import (
     connector_parameters,
     refuse_other_settings,
 )
-from mmtrain.facts.model_files import (
-    Shape,
-    find_model_folder,
-    optional_json,
-    read_header,
-    tensor_shapes,
-)
+from mmtrain.facts.model_files import find_model_folder, optional_json, read_header, tensor_shapes
 from mmtrain.facts.models import models_of
+from mmtrain.facts.settings import Shape
 from mmtrain.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
