@@ -100,8 +100,7 @@ def export_hf(
     progress: Progress = lambda *_: None,
     merged: bool = True,
 ) -> ExportedModel:
-    """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
-    bytes done, of all).
+    """Write the model into `folder`, which is empty, and read it again.
 
     merged: with the LLM's adapters in its layers; else without them. Raises UserError for models
     that no stock class can hold, naming the formats that work, and where the disk is too small;
@@ -245,8 +244,7 @@ def _write_multimodal(
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for models with other frozen tensors or settings than the run was trained
-    with.
+    """Raise UserError where frozen tensors or settings are not those of the training.
 
     Cost: reads the models' files once more, a decoder layer at a time.
     """

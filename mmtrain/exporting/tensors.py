@@ -124,10 +124,9 @@ def write_tensors(
     tensors: Sources,
     show: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write one file and compare it with what was to be written; `show` gets the bytes of each
-    tensor.
+    """Write one file and compare it with what was to be written.
 
-    Raises OSError where the file reads back otherwise.
+    `show` gets the bytes of each tensor. Raises OSError where the file reads back otherwise.
     """
     # Copied: safetensors refuses tensors that share memory, as tied ones do.
     content = {

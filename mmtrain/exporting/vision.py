@@ -197,9 +197,7 @@ def _from_transformers(
     trained: Tensors,
     chosen: VisionSection,
 ) -> tuple[dict, Sources]:
-    """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
-    place.
-    """
+    """Return configuration and tensors of an encoder of transformers, `trained` ones replaced."""
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
@@ -260,11 +258,10 @@ def _from_timm(
     trained: Tensors,
     final_norm: bool,
 ) -> tuple[dict, Sources]:
-    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
-    ones in their place.
+    """Return configuration and tensors of a timm encoder as a stock one, `trained` ones replaced.
 
-    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model
-    computes, and for a trained tensor that it does not have.
+    The tensors are views. final_norm: the last norm must be exact too. Raises UserError for an
+    encoder that no stock model computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
     if model.num_reg_tokens:
@@ -339,9 +336,7 @@ def _fill_in(
 
 
 def _unfit(name: str, why: str) -> UserError:
-    """Return the error for an encoder that no stock vision model computes, with the formats that
-    work.
-    """
+    """Return the error for an encoder that no stock class computes, with the formats that work."""
     return UserError(
         f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model "
         f"that a stock class takes. {WHAT_WORKS}"
