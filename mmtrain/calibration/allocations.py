@@ -65,7 +65,9 @@ def bytes_of_slices(
     """Return bytes that slices of the encoder work in: the first without a block, and one behind
     it.
     """
-    tiles, grids, vision = front.batch.tiles, front.batch.grids, front.module.vision
+    tiles = front.batch.tiles
+    grids = front.batch.grids
+    vision = front.module.vision
     stem = vision.slice_of(0, 0)
     later = vision.slice_of(max(0, blocks - 2), blocks)
     shape = (len(tiles), *later.hidden_shape)
@@ -127,7 +129,11 @@ def _make_gradients(stage: SingleStage, *, recomputes: bool = False) -> None:
     stage.prepare(recomputes=recomputes)
 
 
-def _by_act(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
+def _by_act(
+    forward: Usage,
+    sent: Usage,
+    backward: Usage,
+) -> dict[str, int]:
     return {
         "kept": forward.end + sent.end,
         "forward": forward.peak - forward.end,

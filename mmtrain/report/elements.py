@@ -125,7 +125,11 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
+def lines_of(
+    name: str,
+    curve: Curve,
+    colour: int = 0,
+) -> list[Series]:
     """Return a curve as it is, a long one faint below its means."""
     points = curve.points()
     if not points:

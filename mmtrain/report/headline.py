@@ -114,7 +114,8 @@ def _took(run: RunRecord) -> Finding:
 def _worked(run: RunRecord) -> Finding:
     if not run.evaluations:
         return _worked_in_training(run)
-    first, last = run.evaluations[0], run.evaluations[-1]
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     if first is last:
         return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
@@ -126,7 +127,8 @@ def _worked(run: RunRecord) -> Finding:
     tone: Tone = "mixed"
     answer = "no clear change"
     if better < 0:
-        answer, tone = higher, "bad"
+        answer = higher
+        tone = "bad"
     elif better > 0:
         answer = lower
         if not _few(first, last):
@@ -138,7 +140,8 @@ def _worked_in_training(run: RunRecord) -> Finding:
     ends = run.curves["loss"].means(10)
     if len(ends) < 2:
         return Finding("unknown", NOT_EVALUATED)
-    first, last = ends[0].y, ends[-1].y
+    first = ends[0].y
+    last = ends[-1].y
     went = "fell" if last < first else "rose"
     text = f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}"
     return Finding(f"training loss {went}", text, "mixed")

@@ -173,7 +173,11 @@ DISCARDED = _record("count back_to_step", "kind record")
 ANSWER = _record("count step", "text key question given truth", "flag right", "text[] pictures")
 # scores by `mmtrain benchmark` after `step` updates: of each metric (value, standard error)
 BENCHMARK = _record(
-    "count step", "text task", "count? limit answers", "score{} scores", "text{} versions"
+    "count step",
+    "text task",
+    "count? limit answers",
+    "score{} scores",
+    "text{} versions",
 )
 TYPES["stage"] = _record("text[] layers", "count[]? encoder")
 # a process, as planned; bytes are those of its fullest moment
@@ -215,7 +219,8 @@ class Curve:
     """Points in the order of their x, 16 bytes each; a chart gets the extremes of each stretch."""
 
     def __init__(self) -> None:
-        self._x, self._y = array("d"), array("d")
+        self._x = array("d")
+        self._y = array("d")
 
     def __len__(self) -> int:
         return len(self._x)
@@ -374,14 +379,22 @@ def _noting(run: RunRecord, name: str) -> Iterator[None]:
         run.problems.append(shown(f"{name} has wrong content: {error}"))
 
 
-def _read_json(run: RunRecord, name: str, reader: Reader) -> Record | None:
+def _read_json(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Record | None:
     with _noting(run, name):
         file = inside(run.folder, name)
         return reader(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
     return None
 
 
-def _read_lines(run: RunRecord, name: str, reader: Reader) -> Iterator[Record]:
+def _read_lines(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Iterator[Record]:
     """Yield the valid records of a file; `problems` says how many others are left out."""
     left_out, first = 0, ""
     with _noting(run, name), open_file(inside(run.folder, name)) as stream:
