@@ -235,17 +235,18 @@ def _compare(first: Record, second: Record) -> tuple[float, bool]:
 def _wrong(run: RunRecord) -> Finding:
     counts = run.counts
     failed = run.audit is not None and not run.audit.passed
-    happened = ["the audit failed"] if failed else []
-    if bad := counts["no update"] + counts["bad step"]:
-        happened.append(counted(bad, "step without an update", "steps without an update"))
-    if run.reasons:
-        happened.append(counted(run.reasons.total(), "quarantined sample"))
-    if unsaved := counts["checkpoint failed"]:
-        happened.append(counted(unsaved, "failed checkpoint"))
-    if resumes := counts["resume"]:
-        happened.append(counted(resumes, "resume"))
-    if run.discarded:
-        happened.append(f"{counted(run.discarded.total(), 'step')} repeated")
+    bad = counts["no update"] + counts["bad step"]
+    quarantined = run.reasons.total()
+    repeated = run.discarded.total()
+    events = {
+        "the audit failed": failed,
+        f"{counted(bad, 'step')} without an update": bad,
+        counted(quarantined, "quarantined sample"): quarantined,
+        counted(counts["checkpoint failed"], "failed checkpoint"): counts["checkpoint failed"],
+        counted(counts["resume"], "resume"): counts["resume"],
+        f"{counted(repeated, 'step')} repeated": repeated,
+    }
+    happened = [event for event, count in events.items() if count]
     if not happened and not run.problems:
         return Finding("nothing recorded", "No bad step, no quarantined sample, no resume.", "good")
     texts = []
