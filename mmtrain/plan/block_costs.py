@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from mmtrain.base.errors import UserError
@@ -298,54 +298,49 @@ def block_parts(
     """
     query = block.heads * block.head_dim
     key = block.kv_heads * block.head_dim
-    made = _BlockParts(block, trained, size, tokens, rows, query / (query + 2 * key))
-    if made.mixer is not None:
-        made.parts += made.mixer.parts(block, size, tokens, document)
+    mixer = block.mixer
+    parts: list[Part] = []
+    if mixer is not None:
+        parts += mixer.parts(block, size, tokens, document)
     if block.attends:
         # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no
         # scores
         saved = size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows
         # scores, and values weighted by them
         flops = 4 * query * context * rows
-        made.parts.append(Part(Sublayer.ATTENTION, flops, 2.0, saved_for_dgrad=saved))
+        parts.append(Part(Sublayer.ATTENTION, flops, 2.0, saved_for_dgrad=saved))
+    query_share = query / (query + 2 * key)
+    made = _BlockParts(block, mixer, trained, size, tokens, rows, query_share, parts)
     for parameter in block.parameters:
         made.add(parameter)
 
     for (sublayer, elements, seen, _), is_trained in made.shared_inputs.items():
         saved = seen * size * elements
-        made.parts.append(Part(sublayer, trained=is_trained, saved_for_wgrad=saved))
+        parts.append(Part(sublayer, trained=is_trained, saved_for_wgrad=saved))
     for mlp in made.mlps.values():
         kept = mlp[Sublayer.MLP_IN]
         # gate and up against down: the activated gate is kept too, for the product
         if kept > 1.5 * mlp[Sublayer.MLP_OUT]:
             kept += mlp[Sublayer.MLP_OUT]
-        made.parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * kept))
-    return made.parts
+        parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * kept))
+    return parts
 
 
+@dataclass
 class _BlockParts:
     """The parts of a block so far, made of one parameter after the other."""
 
-    def __init__(
-        self,
-        block: Block,
-        trained: Collection[str],
-        size: int,
-        tokens: float,
-        rows: float,
-        query_share: float,
-    ) -> None:
-        self.block = block
-        self.trained = trained
-        self.size = size
-        self.tokens = tokens
-        self.rows = rows
-        self.query_share = query_share  # of a fused projection's features
-        self.mixer = block.mixer
-        self.parts: list[Part] = []
-        # whether a matrix trains that reads it; an input of several matrices is kept once
-        self.shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}
-        self.mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
+    block: Block
+    mixer: Mixer | None  # the block's
+    trained: Collection[str]
+    size: int
+    tokens: float
+    rows: float
+    query_share: float  # of a fused projection's features
+    parts: list[Part]
+    # whether a matrix trains that reads it; an input of several matrices is kept once
+    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = field(default_factory=dict)
+    mlps: dict[str, dict[Sublayer, float]] = field(default_factory=dict)  # inner widths, by module
 
     def add(self, parameter: ParameterShape) -> None:
         local = parameter.name.removeprefix(self.block.prefix)

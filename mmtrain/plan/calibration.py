@@ -381,14 +381,6 @@ def calibrated(
         kind = asdict(measures[layer.kind])
         return replace(layer, **{name: kind[name] for name in kind if "_bytes" in name})
 
-    def message(measured: MessageSeconds | None, otherwise: MessageCost) -> MessageCost:
-        if measured is None:
-            return otherwise
-        transfer = measured.transfer
-        if transfer is None:
-            transfer = otherwise.transfer
-        return MessageCost(measured.send, measured.receive, transfer)
-
     block = calibration.encode_block_seconds
     stem = max(0.0, measures["encoder"].forward_seconds - costs.encoder.blocks * block)
     end = calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)
@@ -402,8 +394,8 @@ def calibrated(
         encode_stem=stem + calibration.encode_seconds,
         encode_block=block,
         call=calibration.compute_seconds,
-        messages=message(messages, assumed.messages),
-        features=message(calibration.features, assumed.features),
+        messages=_message(messages, assumed.messages),
+        features=_message(calibration.features, assumed.features),
         end=max(0.0, end),
         fetch_seconds_per_byte={**assumed.fetch_seconds_per_byte, **fetches},
         measured_messages=messages is not None and messages.transfer is not None,
@@ -418,6 +410,15 @@ def calibrated(
     layers = tuple(map(cost, costs.layers))
     measured = replace(costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder)
     return measured, timings
+
+
+def _message(measured: MessageSeconds | None, assumed: MessageCost) -> MessageCost:
+    if measured is None:
+        return assumed
+    transfer = measured.transfer
+    if transfer is None:
+        transfer = assumed.transfer
+    return MessageCost(measured.send, measured.receive, transfer)
 
 
 def _measures(costs: RunCosts, calibration: Calibration) -> dict[str, LayerMeasures]:

@@ -249,10 +249,10 @@ class _LayerCosts:
             whole_last = layers[-1]
             upstream_of_last = upstream
             upstream = upstream or bool(whole_last.trainable_names)
-        last = self.block(len(llm.decoder) - 1)
+        last = self.block(i)
         may_run_on_rows = llm.model_type not in WHOLE_LAST_LAYER and last.attends
         if rows_alone or (may_run_on_rows and last.mixer is None):
-            layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
+            layers[-1] = self.decoder_layer(i, upstream_of_last, on_rows=True)
         layers.append(self.head(upstream))
 
         of_encoder = tuple(name for name in front.trainable_names if name.startswith("vision."))
@@ -582,7 +582,7 @@ def encoder_costs(
         kept += kept_here
         if is_block:
             in_blocks += flops_here.forward
-        trains = trains or any(part.trained for part in parts)
+        trains |= any(part.trained for part in parts)
     pixels = round(3 * vision.image_size**2 * work.tiles)
     features = round(work.tiles * vision.features_per_image * vision.feature_width) * size
 
@@ -613,15 +613,18 @@ def encoder_costs(
         hidden_bytes=round(tokens * vision.width) * size,
     )
     if trains:
-        backward = replace(flops, forward=0)
         return replace(
-            cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working
+            cost,
+            backward=replace(flops, forward=0),
+            kept_bytes=kept,
+            backward_working_bytes=2 * block_working,
         )
     weights = size * sum(p.numel for p in vision.parameters)
     of_blocks = sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name))
     block_bytes = size * of_blocks // blocks
-    stem_bytes = weights - vision.blocks_run * block_bytes
-    return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
+    return replace(
+        cost, block_bytes=block_bytes, stem_bytes=weights - vision.blocks_run * block_bytes
+    )
 
 
 _NORM = re.compile(r"vision\.(?:vision_model\.)?(?:norm|layernorm|post_layernorm)\.")

@@ -15,7 +15,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mmtrain.plan.instructions import Op, Schedule, Step
@@ -93,16 +93,16 @@ def placements(
     )
 
 
+@dataclass
 class _Slice:
     """One slice of a chain, while its encodes are put into the gaps of its rank."""
 
-    def __init__(self, seconds: float, microbatches: int, first: int) -> None:
-        self.seconds = seconds  # of one encode, with its messages
-        self.left = microbatches
-        self.first = first  # number of encodes before the first compute in any case
-        self.before: list[int] = []  # number of encodes before each compute
-        self.begins: list[float] = []  # of each encode
-        self.compute: tuple[Step, float]  # the latest one, and when it begins
+    seconds: float  # of one encode, with its messages
+    left: int  # micro-batches to encode
+    first: int  # number of encodes before the first compute in any case
+    before: list[int] = field(default_factory=list)  # number of encodes before each compute
+    begins: list[float] = field(default_factory=list)  # of each encode
+    compute: tuple[Step, float] | None = None  # the latest one, and when it begins
 
     def encode(self, count: int, now: float) -> float:
         self.before.append(count)

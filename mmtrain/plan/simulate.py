@@ -110,7 +110,7 @@ class Program:
         self.messages: dict[Message, int] = {}
         posted: set[int] = set()  # by one side
         kinds: dict[tuple[Op, int, int], int] = {}
-        spared = [_spared([x for x in order if x.op in COMPUTES]) for order in schedule]
+        spared = [*map(_spared, schedule)]
         chain = chain_of(schedule)
         steps = all_steps(schedule)
         stages = 1 + max((step.instruction.stage for step in steps), default=0)
@@ -204,10 +204,11 @@ def simulate(
     return Simulation(total, tuple(idle), tuple(history))
 
 
-def _spared(computes: Sequence[Instruction]) -> Iterator[int]:
+def _spared(order: Sequence[Instruction]) -> Iterator[int]:
     """Yield for each compute of a rank the number of its ends at which the neighbour is its stage's
     other direction.
     """
+    computes = [x for x in order if x.op in COMPUTES]
     turned = False
     for x, y in itertools.zip_longest(computes, computes[1:]):
         turns = y is not None and x.stage == y.stage and x.op is not y.op
