@@ -206,14 +206,8 @@ def _with_bound(
 
 def _may_be_best(candidate: _Candidate, layouts: Sequence[SuggestedLayout]) -> bool:
     """Whether a candidate that takes no longer than its bound would be among the best."""
-    is_quantised = candidate.size.is_quantised
-    alike = _fastest([x for x in layouts if x.size.is_quantised == is_quantised])
-    slowest = math.inf
-    if len(alike) == MOST_LAYOUTS:
-        slowest = alike[-1].step_seconds
-    if is_quantised:
-        slowest = min(slowest, _to_beat(layouts))
-    return candidate.bound < slowest and _saves(candidate.size, candidate.bound, layouts)
+    hoped = SuggestedLayout(candidate.overrides, candidate.size, 0, 0, 0, candidate.bound)
+    return candidate.bound < math.inf and hoped in _best([*layouts, hoped])
 
 
 def _layout(candidate: _Candidate) -> SuggestedLayout | None:
@@ -236,28 +230,18 @@ def _layout(candidate: _Candidate) -> SuggestedLayout | None:
 
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """The fastest layouts, MOST_LAYOUTS at most; the last ones quantise, if any of those is worth
-    it.
-    """
-    limit = _to_beat(layouts)
-    exact = _fastest([x for x in layouts if not x.size.is_quantised])
-    faster = [x for x in layouts if x.size.is_quantised and x.step_seconds < limit]
-    quantised = _fastest(faster)[: max(1, MOST_LAYOUTS - len(exact))]
-    return [*exact[: MOST_LAYOUTS - len(quantised)], *quantised]
-
-
-def _fastest(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """Return the fastest MOST_LAYOUTS of these, without those that are not worth more packs or
-    streaming.
+    """The fastest layouts that are worth it, MOST_LAYOUTS at most; the last ones quantise, if any of
+    those saves WORTH.
     """
     worth = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
-    return sorted(worth, key=lambda x: x.step_seconds)[:MOST_LAYOUTS]
-
-
-def _to_beat(layouts: Sequence[SuggestedLayout]) -> float:
-    """Seconds that a layout must beat to be worth quantising."""
-    exact = (x.step_seconds for x in layouts if not x.size.is_quantised)
-    return min(exact, default=math.inf) * (1 - WORTH)
+    worth.sort(key=lambda x: x.step_seconds)
+    exact = [x for x in worth if not x.size.is_quantised][:MOST_LAYOUTS]
+    limit = math.inf
+    if exact:
+        limit = exact[0].step_seconds * (1 - WORTH)
+    faster = [x for x in worth if x.size.is_quantised and x.step_seconds < limit]
+    quantised = faster[: max(1, MOST_LAYOUTS - len(exact))]
+    return [*exact[: MOST_LAYOUTS - len(quantised)], *quantised]
 
 
 def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bool:
