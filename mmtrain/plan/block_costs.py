@@ -41,7 +41,9 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
-            self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad
+            self.forward + other.forward,
+            self.dgrad + other.dgrad,
+            self.wgrad + other.wgrad,
         )
 
     def __mul__(self, times: int) -> Flops:
@@ -172,7 +174,12 @@ class Mixer:
         return [Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens), *scan]
 
     def _chunked(
-        self, block: Block, size: int, kept: int, tokens: float, document: float
+        self,
+        block: Block,
+        size: int,
+        kept: int,
+        tokens: float,
+        document: float,
     ) -> tuple[float, float, float]:
         """Return FLOPs, their factor for an input gradient, and bytes kept of a token, by a mixer
         that works chunk by chunk.
@@ -262,7 +269,12 @@ def keys_seen(document: float, last: float, window: int | None) -> float:
     return (seen(document) - seen(document - last)) / last
 
 
-def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> tuple[Flops, int]:
+def total(
+    parts: Sequence[Part],
+    upstream: bool,
+    *,
+    with_waste: bool = True,
+) -> tuple[Flops, int]:
     """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer
     trains.
     """
@@ -379,7 +391,11 @@ class _BlockParts:
         )
 
     def _add_matrix(
-        self, parameter: ParameterShape, local: str, sublayer: Sublayer, in_mixer: bool
+        self,
+        parameter: ParameterShape,
+        local: str,
+        sublayer: Sublayer,
+        in_mixer: bool,
     ) -> None:
         block = self.block
         is_trained = parameter.name in self.trained
@@ -430,7 +446,11 @@ class _BlockParts:
 
 
 def _projected(
-    local_name: str, matrix: float, query_share: float, tokens: float, rows: float
+    local_name: str,
+    matrix: float,
+    query_share: float,
+    tokens: float,
+    rows: float,
 ) -> tuple[float, Flops]:
     """(tokens that a matrix before attention is needed for, FLOPs that are thrown away) where only
     `rows` are asked.

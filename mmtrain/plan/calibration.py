@@ -362,7 +362,10 @@ def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
 
 
 def calibrated(
-    costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
+    costs: RunCosts,
+    calibration: Calibration,
+    replicas: int,
+    device: Assumptions,
 ) -> tuple[RunCosts, Timings]:
     """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer
     was not measured.

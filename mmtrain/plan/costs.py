@@ -567,7 +567,10 @@ class EncoderCost:
 
 
 def encoder_costs(
-    vision: VisionShape, trained: Collection[str], work: Workload, size: int
+    vision: VisionShape,
+    trained: Collection[str],
+    work: Workload,
+    size: int,
 ) -> EncoderCost:
     """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained`
     train.
@@ -623,7 +626,9 @@ def encoder_costs(
     of_blocks = sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name))
     block_bytes = size * of_blocks // blocks
     return replace(
-        cost, block_bytes=block_bytes, stem_bytes=weights - vision.blocks_run * block_bytes
+        cost,
+        block_bytes=block_bytes,
+        stem_bytes=weights - vision.blocks_run * block_bytes,
     )
 
 
@@ -631,7 +636,11 @@ _NORM = re.compile(r"vision\.(?:vision_model\.)?(?:norm|layernorm|post_layernorm
 
 
 def _encoder_parts(
-    vision: VisionShape, trained: Collection[str], tokens: float, work: Workload, size: int
+    vision: VisionShape,
+    trained: Collection[str],
+    tokens: float,
+    work: Workload,
+    size: int,
 ) -> Iterator[tuple[list[Part], bool]]:
     """Yield parts and whether they are a block: patches and positions, each block, the norm behind
     them.

@@ -69,7 +69,13 @@ def uniform_cut(decoder_layers: int, stages: int) -> Cut:
     return (0, *inner, decoder_layers + 2)
 
 
-def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
+def even_cut(
+    costs: StageCosts,
+    stages: int,
+    encode: float,
+    *,
+    front_alone: bool = False,
+) -> Cut:
     """Return the cut whose slowest stage takes the fewest seconds, without regard to memory and
     recomputation.
 
@@ -210,7 +216,10 @@ class Cuts:
         return simulate(plain.program, self.stage_seconds(ranks, encode)).seconds
 
     def ranked(
-        self, stages_per_rank: int, share: EncoderShare, limit: float = math.inf
+        self,
+        stages_per_rank: int,
+        share: EncoderShare,
+        limit: float = math.inf,
     ) -> list[tuple[_Score, Cut]]:
         """Return the best cut that moves make of first cuts, then the front alone; `limit`: seconds
         of a step to beat.

@@ -115,7 +115,11 @@ def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
 
 
 def sent_after(
-    x: Instruction, ranks: int, stages: int, first_trainable_stage: int, chain: Sequence[int]
+    x: Instruction,
+    ranks: int,
+    stages: int,
+    first_trainable_stage: int,
+    chain: Sequence[int],
 ) -> Message | None:
     """The message that another rank needs from this instruction; None if there is none."""
     if x.op is Op.FORWARD and x.stage + 1 < stages:
@@ -127,7 +131,12 @@ def sent_after(
     return None
 
 
-def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int]) -> Message | None:
+def needed_before(
+    x: Instruction,
+    ranks: int,
+    stages: int,
+    chain: Sequence[int],
+) -> Message | None:
     """The message from another rank that this instruction waits for, of this step or an earlier
     one.
     """

@@ -49,7 +49,11 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.opti
 
 
 ADAMW = OptimizerKind(
-    "AdamW", ("exp_avg", "exp_avg_sq"), ("step",), workspace_bytes=FP32, make=_adamw
+    "AdamW",
+    ("exp_avg", "exp_avg_sq"),
+    ("step",),
+    workspace_bytes=FP32,
+    make=_adamw,
 )
 """Decoupled weight decay (arXiv:1711.05101). It works in the root of the second moment."""
 

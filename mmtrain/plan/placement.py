@@ -139,7 +139,10 @@ class _Slice:
 
 
 def _fills(
-    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
+    program: Program,
+    microbatches: int,
+    seconds: StageSeconds,
+    chain: Sequence[int],
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
     """Fill gaps in many ways, by the share of an encode that a gap must hold and the encodes that
     come first.

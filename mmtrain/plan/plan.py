@@ -77,7 +77,12 @@ def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> Stage
     """
     begin, end, head = cut[stage], cut[stage + 1], cut[-1] - 1
     return StagePlan(
-        stage, max(begin, 1) - 1, min(end, head) - 1, begin == 0, end > head, recompute_layers
+        stage,
+        max(begin, 1) - 1,
+        min(end, head) - 1,
+        begin == 0,
+        end > head,
+        recompute_layers,
     )
 
 

@@ -91,7 +91,11 @@ def memory_limit(parallel: ParallelSection, device_memory_bytes: int | None) -> 
 
 
 def _plan(
-    config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None
+    config: RunConfig,
+    models: Models,
+    search: Search,
+    layout: PipelineLayout,
+    limit: int | None,
 ) -> Plan:
     costs = search.costs
     seconds = layout.simulation.seconds
@@ -171,7 +175,10 @@ def _groups(optimizer: OptimizerSection, models: Models) -> tuple[GroupPlan, ...
 
 
 def _rank(
-    trainable: Sequence[str], costs: StageCosts, layout: PipelineLayout, pipeline_rank: int
+    trainable: Sequence[str],
+    costs: StageCosts,
+    layout: PipelineLayout,
+    pipeline_rank: int,
 ) -> RankPlan:
     """Return the plan of a pipeline rank in the first replica, as if there were no other."""
     cut, cost = layout.cut, layout.ranks[pipeline_rank]
@@ -224,14 +231,22 @@ def _rank(
     )
 
 
-def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
+def _fetched_bytes(
+    costs: StageCosts,
+    layout: PipelineLayout,
+    stages: Sequence[StagePlan],
+) -> int:
     streamed = {stage.stage: stage.streamed for stage in stages}
     instructions = layout.schedule[stages[0].stage]
     layers = fetches_of(uses_of(instructions, streamed, costs.first_trainable_decoder_layer))
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
-def _streaming(tokens: int, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
+def _streaming(
+    tokens: int,
+    costs: StageCosts,
+    layout: PipelineLayout,
+) -> StreamingPlan | None:
     """Return the plan of the fetches, with micro-batches of `tokens` tokens; None without any."""
     if not any(rank.streamed for rank in layout.ranks):
         return None
@@ -245,7 +260,10 @@ def _streaming(tokens: int, costs: StageCosts, layout: PipelineLayout) -> Stream
 
 
 def _reason(
-    trainable: Sequence[str], stages: Sequence[StagePlan], names: Sequence[str], first: int
+    trainable: Sequence[str],
+    stages: Sequence[StagePlan],
+    names: Sequence[str],
+    first: int,
 ) -> str:
     if names:
         here = []

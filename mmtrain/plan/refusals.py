@@ -144,7 +144,9 @@ def _check_images(data: DataSection, layout: ImageLayout) -> None:
 
 
 def _check_encoder_ranks(
-    parallel: ParallelSection, vision: VisionShape, trainable: Sequence[str]
+    parallel: ParallelSection,
+    vision: VisionShape,
+    trainable: Sequence[str],
 ) -> None:
     ranks, pipeline = parallel.encoder_ranks, parallel.pipeline
     if ranks in ("auto", 0):
@@ -175,7 +177,9 @@ def _check_encoder_ranks(
 
 
 def _check_streaming(
-    parallel: ParallelSection, quantisation: Quantisation | None, models: Models
+    parallel: ParallelSection,
+    quantisation: Quantisation | None,
+    models: Models,
 ) -> None:
     key, value = "parallel.streamed_layers", parallel.streamed_layers
     streams = value not in (0, "auto")
@@ -259,7 +263,9 @@ def _check_trainable(names: Sequence[str], models: Models) -> None:
 
 
 def _check_groups(
-    groups: Sequence[OptimizerGroupSection], names: Sequence[str], trainable: Sequence[str]
+    groups: Sequence[OptimizerGroupSection],
+    names: Sequence[str],
+    trainable: Sequence[str],
 ) -> None:
     trained = [name for name in names if matches_any(name, trainable)]
     for number, group in enumerate(groups):

@@ -115,7 +115,11 @@ def ranks_of(chain: Chain) -> tuple[int, ...]:
 
 
 def _all_in_groups(
-    pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0
+    pipeline: int,
+    stages: int,
+    microbatches: int,
+    op: Op,
+    first: int = 0,
 ) -> list[list[Instruction]]:
     """Each rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches,
     stage by stage.
@@ -136,7 +140,10 @@ def _all_in_groups(
 
 @functools.lru_cache(maxsize=256)  # the search asks again for each slot of the encoder
 def _training_orders(
-    pipeline: int, microbatches: int, first: int, stages_per_rank: int
+    pipeline: int,
+    microbatches: int,
+    first: int,
+    stages_per_rank: int,
 ) -> list[list[Instruction]]:
     """Record a run in which every compute takes one tick and every rank does the first of its rules
     that it can.
@@ -156,7 +163,13 @@ def _training_orders(
 class _Recorded:
     """The run of `_training_orders` so far."""
 
-    def __init__(self, pipeline: int, microbatches: int, first: int, stages_per_rank: int) -> None:
+    def __init__(
+        self,
+        pipeline: int,
+        microbatches: int,
+        first: int,
+        stages_per_rank: int,
+    ) -> None:
         self.first = first
         self.stages = pipeline * stages_per_rank
         # that are still to come
@@ -225,7 +238,9 @@ class _Recorded:
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]], microbatches: int, chain: Chain
+    orders: Sequence[Sequence[Instruction]],
+    microbatches: int,
+    chain: Chain,
 ) -> list[Sequence[Instruction]]:
     merged = [*orders]
     for rank in ranks_of(chain):
@@ -245,7 +260,10 @@ def _with_encodes(
 
 
 def leading_encodes(
-    schedule: Sequence[Sequence[Instruction]], chain: Sequence[int], lead: int, ahead: int = 0
+    schedule: Sequence[Sequence[Instruction]],
+    chain: Sequence[int],
+    lead: int,
+    ahead: int = 0,
 ) -> Chain:
     """Each slice encodes `lead` micro-batches first, then one before each later forward of its
     rank's first stage.

@@ -206,7 +206,14 @@ class Search:
         chain = leading_encodes(plain.schedule, (0,), 1)
         simulation = simulate(plain.program, seconds)
         return PipelineLayout(
-            cut, *plain[:2], ranks, seconds, plain.schedule, whole, chain, simulation
+            cut,
+            *plain[:2],
+            ranks,
+            seconds,
+            plain.schedule,
+            whole,
+            chain,
+            simulation,
         )
 
     def fits(self, layout: PipelineLayout) -> bool:
@@ -275,7 +282,12 @@ class Search:
         # encodes.
         return self._shared_out(cut, ranks, ranks[1:])
 
-    def _shared_out(self, cut: Cut, ranks: Sequence[int], holders: Sequence[int] = ()) -> Slices:
+    def _shared_out(
+        self,
+        cut: Cut,
+        ranks: Sequence[int],
+        holders: Sequence[int] = (),
+    ) -> Slices:
         """Give each block to the rank with the least work that has room, once each of `holders` has
         one.
         """
@@ -366,14 +378,22 @@ class Search:
         """
         (stages_per_rank, first, *_), _ = self.cuts.placed(cut, slices)
         schedule = training_schedule(
-            self.pipeline, self.microbatches, first, stages_per_rank, chain
+            self.pipeline,
+            self.microbatches,
+            first,
+            stages_per_rank,
+            chain,
         )
         walked = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
         changed = []
         for rank, (moments, cost, blocks) in enumerate(zip(walked, ranks, slices, strict=True)):
             ranges = ranges_of(cut, rank, self.pipeline)
             now = self.costs.rank_cost(
-                ranges, cost.recompute_layers, moments, blocks, cost.streamed_count
+                ranges,
+                cost.recompute_layers,
+                moments,
+                blocks,
+                cost.streamed_count,
             )
             if not self.costs.fits(now):
                 now = self.costs.fitted(rank, ranges, moments, blocks)

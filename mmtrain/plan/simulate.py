@@ -288,7 +288,10 @@ class Peak(NamedTuple):
 
 
 def instants(
-    schedule: Schedule, buffers: Buffers, *, polls: bool
+    schedule: Schedule,
+    buffers: Buffers,
+    *,
+    polls: bool,
 ) -> tuple[tuple[Instant, ...], ...]:
     """Per pipeline rank, every instant of a training step that takes more than all others in
     something.
@@ -304,7 +307,10 @@ def instants(
 
 
 def _walk(
-    schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]
+    schedule: Schedule,
+    rank: int,
+    buffers: Buffers,
+    gone: Mapping[int, int],
 ) -> list[Instant]:
     """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be
     gone.
@@ -436,7 +442,10 @@ def _exceeds(larger: Instant, instant: Instant) -> bool:
 
 
 def peak(
-    moments: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int
+    moments: Sequence[Instant],
+    stages: Sequence[StageBytes],
+    encode_working: int,
+    end_working: int,
 ) -> Peak:
     """Return the most bytes at once, from the bytes of a rank's stages and of the encoder's and
     optimizer's work.

@@ -99,7 +99,9 @@ class Streamed(NamedTuple):
 
 
 def streamed_layers(
-    streaming: Streaming, stages: Sequence[Sequence[LayerCost]], count: int
+    streaming: Streaming,
+    stages: Sequence[Sequence[LayerCost]],
+    count: int,
 ) -> Streamed:
     """Stream `count` layers of a rank, or as many as may be; `stages` are the layers of each of its
     stages.
@@ -276,7 +278,11 @@ class StageCosts:
         return most
 
     def _stage(
-        self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()
+        self,
+        begin: int,
+        end: int,
+        recompute: int,
+        streamed: tuple[int, ...] = (),
     ) -> StageCost:
         """Cost of layers [begin, end); the first `recompute` recompute, those at `streamed` are
         streamed.
@@ -315,7 +321,12 @@ class StageCosts:
         return stage
 
     def _with_waits(
-        self, stage: StageCost, begin: int, end: int, recompute: int, streamed: tuple[int, ...]
+        self,
+        stage: StageCost,
+        begin: int,
+        end: int,
+        recompute: int,
+        streamed: tuple[int, ...],
     ) -> StageCost:
         """Return the stage with the waits of its forward and backward for streamed layers."""
         forward = 0.0
@@ -396,7 +407,10 @@ class StageCosts:
         return min(costs, key=lambda x: x.total_bytes)
 
     def _fastest(
-        self, cost: Callable[[int, int], RankCost], recompute: range, most: int
+        self,
+        cost: Callable[[int, int], RankCost],
+        recompute: range,
+        most: int,
     ) -> RankCost | None:
         """Return the fastest `cost(recomputed, streamed)` that fits, with at most `most` streamed;
         None if none fits.
@@ -480,7 +494,10 @@ class StageCosts:
 
 
 def stage_costs(
-    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None
+    config: RunConfig,
+    models: Models,
+    memory_bytes: int | None,
+    device: Device | None,
 ) -> StageCosts:
     """Costs of any stage of this run, measured where there is a calibration on `device` (None: this
     machine's CPU).

@@ -189,7 +189,11 @@ def suggest(
 
 
 def _with_bound(
-    config: RunConfig, changes: Changes, models: Models, limit: int | None, device: Device | None
+    config: RunConfig,
+    changes: Changes,
+    models: Models,
+    limit: int | None,
+    device: Device | None,
 ) -> _Candidate:
     """Return a candidate with its costs: calibrated where the named calibration fits it, else
     assumed.
@@ -230,8 +234,8 @@ def _layout(candidate: _Candidate) -> SuggestedLayout | None:
 
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """The fastest layouts that are worth it, MOST_LAYOUTS at most; the last ones quantise, if any of
-    those saves WORTH.
+    """The fastest layouts that are worth it, MOST_LAYOUTS at most; the last ones quantise, if any
+    of those saves WORTH.
     """
     worth = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
     worth.sort(key=lambda x: x.step_seconds)
@@ -254,7 +258,9 @@ def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bo
 
 
 def _smallest(
-    used: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
+    used: Sequence[_Candidate],
+    device_memory_bytes: int | None,
+    device: Device | None,
 ) -> SuggestedLayout:
     """Return the layout that needs the least memory; raise UserError with what it needs if it does
     not fit.
@@ -279,7 +285,9 @@ def _smallest(
 
 
 def what_fits(
-    config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None
+    config: RunConfig,
+    device_memory_bytes: int | None = None,
+    device: Device | None = None,
 ) -> str:
     """Return a sentence with overrides by which a run fits that does not: each was planned.
 
