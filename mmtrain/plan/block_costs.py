@@ -464,9 +464,11 @@ def _projected(
         needed = query_share * rows + (1 - query_share) * tokens
         unneeded = round(matrix * (tokens + rows - needed))
         return needed, Flops(unneeded, unneeded, unneeded)
-    needed, other = tokens, rows
+    needed = tokens
+    other = rows
     if module in _QUERY:
-        needed, other = rows, tokens
+        needed = rows
+        other = tokens
     if module in _LEFT_OUT:
         return needed, Flops()
     return needed, Flops(forward=round(matrix * other))

@@ -169,7 +169,9 @@ def gpu_device(name: str) -> Device:
 
 
 def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
-    llm, vision, layout = models.llm, models.vision, models.layout
+    llm = models.llm
+    vision = models.vision
+    layout = models.layout
     facts = [
         [[p.name, *p.shape] for p in models.parameters],
         [
@@ -325,7 +327,8 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         return compute(flops, flops if encoder.in_fp32 else 0)
 
     def seconds(layer: LayerCost) -> LayerSeconds:
-        flops, fp32 = layer.flops, layer.fp32_flops
+        flops = layer.flops
+        fp32 = layer.fp32_flops
         forward = compute(flops.forward, fp32.forward)
         backward = recomputing = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
         if layer.kept_bytes:
@@ -442,7 +445,8 @@ def _measures(costs: RunCosts, calibration: Calibration) -> dict[str, LayerMeasu
         )
     if costs.encoder.frozen:
         return measures
-    encoder, front = measures["encoder"], measures["front"]
+    encoder = measures["encoder"]
+    front = measures["front"]
     backward = front.backward_seconds + encoder.backward_seconds
     measures["front"] = replace(
         front,

@@ -239,7 +239,8 @@ class _LayerCosts:
         """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family
         does not allow it.
         """
-        llm, work = self.models.llm, self.work
+        llm = self.models.llm
+        work = self.work
         encoder = encoder_costs(self.models.vision, self.trained, work, self.vision_size)
         front = self.front(encoder)
         layers = [front]
@@ -315,7 +316,9 @@ class _LayerCosts:
         )
 
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
-        llm, work, size = self.models.llm, self.work, self.llm_size
+        llm = self.models.llm
+        work = self.work
+        size = self.llm_size
         # the last tokens of their documents
         rows = work.supervised if kind.on_rows else work.tokens
         parameters = llm.decoder[kind.layer]
@@ -398,7 +401,9 @@ class _LayerCosts:
         """The front: projector, embedding (0 FLOPs), and weights and backward of an encoder that
         trains.
         """
-        llm, vision, work = self.models.llm, self.models.vision, self.work
+        llm = self.models.llm
+        vision = self.models.vision
+        work = self.work
         upstream = not encoder.frozen
         stored = [(self.models.projector, FP32), (llm.front, self.llm_size)]
         if upstream:  # slices hold those of a frozen one
@@ -487,7 +492,9 @@ class _LayerCosts:
         """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in
         forward.
         """
-        llm, rows, size = self.models.llm, self.work.supervised, self.llm_size
+        llm = self.models.llm
+        rows = self.work.supervised
+        size = self.llm_size
         parts = [Part(2, saved_for_dgrad=rows * llm.hidden_size * size)]  # the rows' gradient
         head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
         for p in llm.head:

@@ -288,7 +288,8 @@ def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return where parameters of these sizes begin in the buffer of their layer, and the buffer's
     bytes.
     """
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT

@@ -86,7 +86,8 @@ def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[Par
     Each is followed by a group of the same name: its biases and norms, where
     `optimizer.weight_decay` leaves them out.
     """
-    groups, remaining = [], list(names)
+    groups = []
+    remaining = list(names)
     rest = OptimizerGroupSection(match=("*",))
     for group in (*config.groups, rest):
         members = tuple(name for name in remaining if matches_any(name, group.match))

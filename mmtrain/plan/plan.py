@@ -75,7 +75,9 @@ def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> Stage
     """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last
     layer.
     """
-    begin, end, head = cut[stage], cut[stage + 1], cut[-1] - 1
+    begin = cut[stage]
+    end = cut[stage + 1]
+    head = cut[-1] - 1
     return StagePlan(
         stage,
         max(begin, 1) - 1,
@@ -263,7 +265,8 @@ def render(plan: Plan) -> list[str]:
         for stage in rank.stages:
             layers = stage.summary.replace("llm.layers.", "").replace(" + ", ", ")
             rows.append([number, stage.stage, layers, *cells])
-            number, cells = "", []
+            number = ""
+            cells = []
     columns = (
         ">rank",
         ">stage",
@@ -328,7 +331,8 @@ def _run(plan: Plan) -> Iterator[str]:
     )
     image = plan.image
     if image is not None:
-        tiles, most_tiles = f"{image.tiles:g} tiles and ", f"{image.most_tiles} and "
+        tiles = f"{image.tiles:g} tiles and "
+        most_tiles = f"{image.most_tiles} and "
         if image.tiles == image.positions:  # a cell each
             tiles = most_tiles = ""
         text = (

@@ -68,7 +68,8 @@ def make_plan(
         if without is not None:
             limit_seconds = without.simulation.seconds * (1 - STREAMING_GAIN)
             if layout is None or limit_seconds <= layout.simulation.seconds:
-                search, layout = resident, without
+                search = resident
+                layout = without
     if layout is None:
         raise MemoryLimitError(does_not_fit(parallel, search, limit))
     return _plan(config, models, search, layout, limit)
@@ -99,8 +100,10 @@ def _plan(
 ) -> Plan:
     costs = search.costs
     seconds = layout.simulation.seconds
-    model, data = config.model, config.data
-    pipeline, replicas = config.parallel.pipeline, config.parallel.data
+    model = config.model
+    data = config.data
+    pipeline = config.parallel.pipeline
+    replicas = config.parallel.data
     microbatches = costs.setting.microbatches_per_step
     replica = [_rank(model.trainable, costs, layout, rank) for rank in range(pipeline)]
     ranks = []
@@ -156,7 +159,8 @@ def _described(costs: StageCosts, layout: PipelineLayout) -> str:
 def _expected_image(data: DataSection, layout: ImageLayout) -> ExpectedImage | None:
     if not layout.is_sized:
         return None
-    tiles, positions = layout.most_tiles, layout.most_positions
+    tiles = layout.most_tiles
+    positions = layout.most_positions
     fits = positions < data.pack_length and tiles <= (data.max_tiles_per_pack or tiles)
     return ExpectedImage(layout.name, *expected_image(data, layout), tiles, positions, fits)
 
@@ -181,9 +185,11 @@ def _rank(
     pipeline_rank: int,
 ) -> RankPlan:
     """Return the plan of a pipeline rank in the first replica, as if there were no other."""
-    cut, cost = layout.cut, layout.ranks[pipeline_rank]
+    cut = layout.cut
+    cost = layout.ranks[pipeline_rank]
     microbatches = costs.setting.microbatches_per_step
-    encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
+    encoder = costs.costs.encoder
+    blocks = layout.slices[pipeline_rank]
     stages = []
     names: list[str] = []
     elements = recomputed = 0

@@ -62,7 +62,8 @@ def check_run(config: RunConfig, models: Models) -> None:
 def _check_layout(parallel: ParallelSection, models: Models) -> None:
     decoder = len(models.llm.decoder)
     model = models.section.llm.path
-    pipeline, stages_per_rank = parallel.pipeline, parallel.stages_per_rank
+    pipeline = parallel.pipeline
+    stages_per_rank = parallel.stages_per_rank
     placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
     first = models.first_layers - 1
     most = decoder + 2 - first
@@ -148,7 +149,8 @@ def _check_encoder_ranks(
     vision: VisionShape,
     trainable: Sequence[str],
 ) -> None:
-    ranks, pipeline = parallel.encoder_ranks, parallel.pipeline
+    ranks = parallel.encoder_ranks
+    pipeline = parallel.pipeline
     if ranks in ("auto", 0):
         return
     if max(ranks) >= pipeline or len(set(ranks)) < len(ranks):
@@ -181,7 +183,8 @@ def _check_streaming(
     quantisation: Quantisation | None,
     models: Models,
 ) -> None:
-    key, value = "parallel.streamed_layers", parallel.streamed_layers
+    key = "parallel.streamed_layers"
+    value = parallel.streamed_layers
     streams = value not in (0, "auto")
     if isinstance(value, tuple):
         streams = any(value)
@@ -191,7 +194,8 @@ def _check_streaming(
                 f"{key}: {escape(str(value))}, but model.llm.quantize {quantisation} keeps decoder "
                 "layers on the device in fewer bits. Leave one of them out."
             )
-        key, value = "model.llm.quantize", quantisation
+        key = "model.llm.quantize"
+        value = quantisation
     elif not streams:
         return
     trained = ""

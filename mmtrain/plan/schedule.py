@@ -200,7 +200,9 @@ class _Recorded:
         self.tick += 1
 
     def _choose(self, rank: int) -> Instruction | None:
-        order, forwards, backwards = self.orders[rank], self.forwards[rank], self.backwards[rank]
+        order = self.orders[rank]
+        forwards = self.forwards[rank]
+        backwards = self.backwards[rank]
         has_room = self.kept[rank] < self.limit[rank]
         is_warm = not (forwards and has_room) or len(order) >= self.limit[rank] - 1
         may_backward = is_warm and self._ready(backwards)
@@ -218,7 +220,9 @@ class _Recorded:
         """Return whether there is a next compute and all that it needs is done."""
         if not computes:
             return False
-        op, stage, k = computes[0].op, computes[0].stage, computes[0].microbatch
+        op = computes[0].op
+        stage = computes[0].stage
+        k = computes[0].microbatch
         needed = []
         if op is Op.BACKWARD:
             needed.append(Instruction(Op.FORWARD, stage, k))

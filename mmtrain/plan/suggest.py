@@ -327,7 +327,8 @@ def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
 
     Shorter packs have room for the largest image and much text, and a step has as many tokens.
     """
-    pipeline, data = config.parallel.pipeline, config.parallel.data
+    pipeline = config.parallel.pipeline
+    data = config.parallel.data
     ranks = pipeline * data
     layouts = [(pipeline, data)]
     layouts += [(ranks // n, n) for n in _divisors(ranks)]
@@ -374,7 +375,8 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     if layouts:
         return layouts
 
-    packs, model = config.train.packs_per_step, config.model.llm.path
+    packs = config.train.packs_per_step
+    model = config.model.llm.path
     remedy = "Choose another number of devices"
     if sizes:
         below = max((packs - 1) // data * data for _, data in sizes)
@@ -451,7 +453,8 @@ def render_suggestion(suggestion: Suggestion) -> list[str]:
     """Return the layouts as lines that fit the terminal; long overrides are continued behind a
     backslash.
     """
-    config, limit = suggestion.config, suggestion.memory_limit_bytes
+    config = suggestion.config
+    limit = suggestion.memory_limit_bytes
     devices = counted(suggestion.devices, "device")
     room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
     lines = wrapped(
