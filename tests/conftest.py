@@ -168,6 +168,12 @@ def one_thread():
 
 
 @pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> None:
+    """A cache that no other test sees."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def logged() -> Iterator[list[str]]:
     """What mmtrain's libraries log while the test runs."""
     lines: list[str] = []
@@ -253,8 +259,8 @@ class DemoRun(NamedTuple):
 
 
 # The main job in half a minute: it learns as much in fewer and smaller steps at twice the rate.
-SHORT = ("parallel.pipeline=2", "train.packs_per_step=4", "train.max_steps=48", "optimizer.lr=1e-3")
-SHORT += ("eval.every_steps=48", "eval.max_samples=140", "eval.show_answers=2")
+SHORT = ("parallel.pipeline=2", "train.packs_per_step=4", "train.max_steps=32", "optimizer.lr=1e-3")
+SHORT += ("eval.every_steps=32", "eval.max_samples=140", "eval.show_answers=2")
 
 
 def run_demo(folder: Path, cache: Path, *settings: str) -> DemoRun:

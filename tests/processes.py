@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,6 +34,12 @@ def last_given(*words: str | Path) -> list[str | Path]:
     """
     keys = [str(word).partition("=")[0] if "=" in str(word) else object() for word in words]
     return [word for place, word in enumerate(words) if keys[place] not in keys[place + 1 :]]
+
+
+def ran_python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to its end; return it with what it wrote."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 class Command:

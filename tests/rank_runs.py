@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from json_files import read_lines
 from ranks import run_ranks
 from scenes import DEVICE, with_slices
 
@@ -43,9 +43,7 @@ class Run:
         each was written.
         """
         path = self.folder / name
-        records = (
-            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        )
+        records = read_lines(path) if path.exists() else []
         for record in records:
             record.pop("time", None)
         return [record for record in records if not kinds or record["kind"] in kinds]
@@ -72,7 +70,6 @@ def _be_rank(
         me = Rank(
             rank,
             len(plan.ranks),
-            rank,
             str(DEVICE),
             folder,
             console if rank == 0 else None,

@@ -4,11 +4,11 @@ resumed, killed, shown.
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from processes import Command, last_given, running
 from untrained_runs import make_tower
 
@@ -134,8 +134,8 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
     make_tower(tmp_path / "convit", "convit_tiny", sizes)
     few = (f"model.vision.name={tmp_path}/convit", "train.max_steps=1")
     refused = (
-        "convit cannot be cut into slices: block 6 is unlike the first 3; "
-        "set parallel.encoder_ranks=0"
+        "convit cannot be cut into slices: block 6 is unlike the first 3. "
+        "Set parallel.encoder_ranks=0"
     )
     with training(tiny, tmp_path / "asked", *few) as command:
         assert command.wait(200) == 2
@@ -150,4 +150,4 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
     ) as command:
         assert command.wait(200) == 0, command.stderr
     assert refused in " ".join(command.stderr.split())
-    assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
+    assert read_json(tmp_path / "measured.json")["encode_stem_bytes"] is None

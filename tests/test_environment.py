@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import ran_python
 from untrained_runs import run_export
 
 from mmtrain.__main__ import main
@@ -185,9 +186,7 @@ def test_a_run_has_the_threads_that_its_user_asks_for_and_resumes_with_as_many(t
     for steps, more in (1, {"OMP_NUM_THREADS": "1"}), (2, {}):
         command = [*LAUNCH, tiny / "config.yaml", *settings, f"train.max_steps={steps}"]
         command += ["--allow-change", "train.max_steps"]
-        ran = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, env=environment | more
-        )
+        ran = ran_python(*command, env=environment | more)
         assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "tiny" / "log.txt").read_text().count(", cpu, threads 1\n") == 2
 

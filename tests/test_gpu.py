@@ -5,7 +5,6 @@ stages, fetches.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import statistics
@@ -15,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu_ranks import let_programs_use_gpus, run_gpu_ranks
+from json_files import read_json, read_lines
 from torch import nn
 
 from mmtrain.base.json_lines import recorded
@@ -82,7 +82,7 @@ def test_the_same_command_gives_the_same_bits(runs):
     steps, tensors = [], []
     for name in ("first", "second"):
         run = run_demo(runs, name, "parallel.pipeline=1", "train.deterministic=true")
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = read_lines(run / "metrics.jsonl")
         steps.append(
             [
                 (record["loss"], record["grad_norm"])
@@ -99,8 +99,8 @@ def test_the_same_command_gives_the_same_bits(runs):
 def test_a_step_takes_the_memory_that_was_planned(runs):
     packs = ("train.packs_per_microbatch=256", "train.packs_per_step=512")  # a GiB
     run = run_demo(runs, "memory", "parallel.pipeline=1", "model.llm.dtype=bfloat16", *packs)
-    (rank,) = json.loads((run / "plan.json").read_text())["ranks"]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (rank,) = read_json(run / "plan.json")["ranks"]
+    records = read_lines(run / "metrics.jsonl")
     (peak,) = [record["peak_memory_bytes"] for record in records if record["kind"] == "train"][-1]
     # cuBLAS has a workspace
     assert peak == pytest.approx(rank["total_bytes"], rel=0.1, abs=64 * 2**20)

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 from hub_server import SIZE, TOKEN, Attack, Hub, hub_server
-from processes import listen_to_ctrl_c, wait_for
+from processes import listen_to_ctrl_c, ran_python, wait_for
+from tiers import nightly
+
+from mmtrain.checkpoint.step_folder import StepFolder
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +39,29 @@ def mmtrain(
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_DISABLE_XET": "1",
     }
-    command = [sys.executable, "-m", "mmtrain", *arguments]
-    return subprocess.run(
-        command, env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
-    )
+    return ran_python("-m", "mmtrain", *arguments, env={**os.environ, **own}, cwd=folder)
+
+
+def pushing(checkpoint: StepFolder, form: str, repository: str) -> list[str]:
+    """Return the words of a command that exports into `out` and pushes."""
+    words = ["export", str(checkpoint.path), "--format", form, "--out", "out", "--push"]
+    return [*words, repository]
+
+
+@pytest.mark.parametrize("form", ["safetensors", nightly("hf")])
+def test_an_export_is_pushed_into_a_private_repository(hub, checkpoint, tmp_path, form):
+    done = mmtrain(hub, tmp_path, *pushing(checkpoint, form, f"my-org/{form}"))
+    assert done.returncode == 0, done.stderr
+    assert f"pushed: {hub.address}/my-org/{form}/commit/" in done.stdout
+    assert f"my-org/{form}" in hub.private
+    made = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert hub.repositories[f"my-org/{form}"] == made
 
 
 @pytest.mark.nightly
-def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_what_runs(
-    hub, checkpoint, tmp_path
-):
-    out = tmp_path / "out"
-    export = [
-        "export",
-        str(checkpoint.path),
-        "--format",
-        "hf",
-        "--out",
-        str(out),
-        "--push",
-        "my-org/mine",
-    ]
-    done = mmtrain(hub, tmp_path, *export)
-    assert done.returncode == 0, done.stderr
-    assert f"pushed: {hub.address}/my-org/mine/commit/" in done.stdout
-    assert hub.private == {"my-org/mine"}
+def test_a_model_comes_from_the_hub_without_what_runs(hub, checkpoint, tmp_path):
+    assert mmtrain(hub, tmp_path, *pushing(checkpoint, "hf", "my-org/mine")).returncode == 0
     pushed = dict(hub.repositories["my-org/mine"])
-    assert pushed == {file.name: file.read_bytes() for file in out.iterdir()}
 
     hub.repositories["my-org/mine"] |= {
         "pytorch_model.bin": b"a pickle",
@@ -83,22 +82,12 @@ def test_an_export_is_pushed_into_a_private_repository_and_comes_back_without_wh
 
 
 @pytest.mark.parametrize(
-    ("token", "said"), [("", "hf auth login"), ("hf_wrong", "Invalid user token")]
+    ("token", "said"), [("", "hf auth login"), nightly("hf_wrong", "Invalid user token")]
 )
 def test_whom_the_hub_does_not_know_is_told_before_the_export(
     hub, checkpoint, tmp_path, token, said
 ):
-    export = [
-        "export",
-        str(checkpoint.path),
-        "--format",
-        "hf",
-        "--out",
-        "out",
-        "--push",
-        "my-org/other",
-    ]
-    done = mmtrain(hub, tmp_path, *export, token=token)
+    done = mmtrain(hub, tmp_path, *pushing(checkpoint, "hf", "my-org/other"), token=token)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists() and "my-org/other" not in hub.repositories
 

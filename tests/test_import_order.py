@@ -4,14 +4,13 @@ torch.
 
 import ast
 import functools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import ran_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmtrain"
@@ -170,9 +169,11 @@ def test_nothing_imports_each_other_in_a_circle(unit):
     TopologicalSorter(rooms_and_imports(unit)).prepare()
 
 
-def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighbours():
+def test_packages_say_their_purpose_and_import_nothing():
     for file in PACKAGE.rglob("*/__init__.py"):
-        assert list(imports(ast.parse(file.read_text()))) == []
+        tree = ast.parse(file.read_text())
+        assert list(imports(tree)) == []
+        assert ast.get_docstring(tree), f"{file} does not say its folder's purpose"
 
 
 def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():
@@ -181,28 +182,14 @@ def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():
         "name.partition('.')[0] in {known!r}))"
     )
     code = code.format(known=("mmtrain", "torch", "pydantic", "numpy"))
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, cwd=ROOT, check=True)
     assert ran.stdout.strip() == "['mmtrain']"
 
 
 def test_importing_all_torch_free_modules_leaves_torch_out():
     lines = [f"import mmtrain.{name}" for name in TORCH_FREE]
     code = "\n".join(["import sys", *lines, f"print(sorted({IMPORT_TORCH!r} & set(sys.modules)))"])
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, cwd=ROOT, check=True)
     assert ran.stdout.strip() == "[]"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 
 import pytest
+from json_files import read_lines
 from rank_runs import train
 from tiers import nightly
 
@@ -26,7 +26,7 @@ def trained(tiny, folder, name, *overrides):
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 def epochs(run):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import ran_python
 
 from mmtrain.__main__ import COMMANDS, main
 from mmtrain.config.load import load_config
@@ -20,7 +21,7 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess:
         f"import sys; from mmtrain.__main__ import main; code = main({list(arguments)!r});"
         "print(code, sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return ran_python("-c", code)
 
 
 def test_help_has_a_line_for_each_command_and_imports_nothing_heavy():

@@ -5,15 +5,18 @@ data of mmtrain.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import DEMO, SHORT, DemoRun, run_demo
 from conftest import MAIN_JOB as CONFIG
+from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file
 from tiers import nightly
 
+import mmtrain
 from mmtrain import launch
 from mmtrain.config.load import load_config
 from mmtrain.demo.data import make_demo_shards
@@ -21,6 +24,7 @@ from mmtrain.demo.data import make_demo_shards
 AFTER = CONFIG.with_name("demo_lora.yaml")
 SHEET = CONFIG.with_name("demo_sheet.yaml")
 NATIVE = CONFIG.with_name("demo_native.yaml")
+NOTEBOOK = Path(mmtrain.__file__).with_name("docs") / "quickstart.ipynb"
 
 
 @pytest.fixture
@@ -64,10 +68,10 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
     losses = [record["loss"] for record in records(run.parent, "train")]
     assert len(losses) == steps and sum(losses[-10:]) < 0.1 * sum(losses[:10])
 
-    ranks = json.loads((run / "plan.json").read_text())["ranks"]
+    ranks = read_json(run / "plan.json")["ranks"]
     assert [rank["optimizer"] for rank in ranks] == ["AdamW", *["NoOp"] * (pipeline - 1)]
     assert all("frozen" in rank["reason"] for rank in ranks[1:])
-    audited = json.loads((run / "audit.json").read_text())["ranks"]
+    audited = read_json(run / "audit.json")["ranks"]
     assert [rank["optimizer"] for rank in audited] == ["AdamW", *["NoOp"] * (pipeline - 1)]
     assert all(
         r["frozen"]["fingerprint_before"] == r["frozen"]["fingerprint_after"] for r in audited
@@ -83,7 +87,7 @@ def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(demo_run):
     _, ready, printed = ran.stdout.partition("llava_pp4: ")  # before it, how the data were made
     before = (ready + printed).partition("step 1/")[0].splitlines()
     assert len(before) <= 8
-    plan = json.loads((run / "plan.json").read_text())
+    plan = read_json(run / "plan.json")
     parameters = sum(rank["trainable"] for rank in plan["ranks"])
     assert before[0].endswith(f"{parameters:,} parameters train (projector), all else is frozen")
     assert before[1].startswith("2 ranks (pipeline 2 x data 1), at most ")
@@ -92,6 +96,20 @@ def test_a_run_begins_with_eight_lines_and_the_log_has_the_plan(demo_run):
     log = (run / "log.txt").read_text()
     assert "[launcher] rank stage layers" in log and "[launcher] data.shards: format llava" in log
     assert "[rank 0] attention: " in log
+
+
+def test_the_cells_of_the_notebook_show_score_ask_and_export_a_run(demo, tmp_path, monkeypatch):
+    """Without Jupyter and its training, which tests/api/test_notebook.py has."""
+    made = mmtrain.load_run(shutil.copytree(demo.folder, tmp_path / demo.folder.name))
+    monkeypatch.setattr(mmtrain, "train", lambda config, show: made)
+    monkeypatch.setattr(type(made), "watch", lambda run, stop_when_interrupted: run.wait())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for cell in read_json(NOTEBOOK)["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["after"] == made.scores[-1]
+    assert (tmp_path / "exported" / "notebook" / "config.json").exists()
 
 
 @pytest.mark.nightly
@@ -137,6 +155,7 @@ def begun_with(demo: DemoRun, folder: Path) -> tuple[str, str]:
     return f"run.dir={folder}", f"model.projector.init_from={demo.folder}"
 
 
+@pytest.mark.nightly
 def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_answer(
     tmp_path, demo
 ):
@@ -155,7 +174,7 @@ def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_
         "it names the digit that is there"
     )
     assert after["loss"] != before["loss"]
-    ranks = json.loads((run.folder / "audit.json").read_text())["ranks"]
+    ranks = read_json(run.folder / "audit.json")["ranks"]
     names = [tensor["name"] for rank in ranks for tensor in rank["trainable"]]
     assert len(names) == 4 * 7 * 2 and all(".lora_" in name for name in names)
 

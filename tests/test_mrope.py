@@ -19,10 +19,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from json_files import read_json
 from ranks import run_ranks
 from safetensors.torch import load_file
 from scenes import Case, Document, as_batch, bits, execute, merged, relative
-from tiers import nightly, rest_nightly
+from sweeps import sweep
+from tiers import nightly
 from tiny_models import make_tiny_llm, make_tokenizer
 from transformers import AutoImageProcessor, PreTrainedModel
 from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, run_export, weights
@@ -52,7 +54,6 @@ LAST = 3  # decoder layer
 IMAGE_TOKEN = 320  # of config.json
 SIZES = ((40, 30), (14, 60), (60, 17), (30, 45), (28, 28))  # of images in pixels
 # pipeline, data, layers that recompute
-FEW = ((2, 1, 4), (2, 2, 0))
 LAYOUTS = ((1, 1, 0), (1, 1, 4), (1, 2, 0), (2, 1, 0), (2, 1, 4), (4, 1, 0), (2, 2, 0))
 
 
@@ -170,9 +171,8 @@ def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
 
 
 DAILY = ("qwen3_vl", "paddleocr_vl")
-FAMILIES = rest_nightly(MROPE, DAILY)
-TRAINED_FAMILIES = [(kind, FEW) for kind in DAILY]
-TRAINED_FAMILIES += [nightly(kind, LAYOUTS) for kind in MROPE]
+FAMILIES = sweep(MROPE, DAILY)
+TRAINED_FAMILIES = [("qwen3_vl", LAYOUTS[4:5]), *(nightly(kind, LAYOUTS) for kind in MROPE)]
 TRAINED = {
     "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
     "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
@@ -398,7 +398,7 @@ def trained(make, tiny, tmp_path) -> Callable[..., StepFolder]:
 
 
 def content(file: Path) -> object:
-    return json.loads(file.read_text()) if file.suffix == ".json" else file.read_bytes()
+    return read_json(file) if file.suffix == ".json" else file.read_bytes()
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES])
@@ -468,7 +468,7 @@ def other_llm(make: Callable, folder: Path, tower: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tower", rest_nightly(PAIRS, ("qwen3_vl",)))
+@pytest.mark.parametrize("tower", sweep(PAIRS, ("qwen3_vl",)))
 def test_a_merger_drawn_anew_for_another_llm_leaves_by_the_towers_class(
     make, trained, tmp_path, tower
 ):
@@ -499,7 +499,7 @@ def test_adapters_of_a_qwen2_behind_another_classs_tower_find_their_layers_by_pe
 def altered_images(folder: Path, copy: Path, **settings: Any) -> Path:
     """A copy of the folder whose image processor has other settings; None leaves one out."""
     shutil.copytree(folder, copy)
-    content = json.loads((copy / "processor_config.json").read_text())
+    content = read_json(copy / "processor_config.json")
     kept = {
         key: value
         for key, value in {**content["image_processor"], **settings}.items()
@@ -557,7 +557,7 @@ def test_a_folder_whose_tokenizer_and_template_have_other_marks_of_images_is_nam
 ):
     folder = tmp_path / "folder"
     shutil.copytree(make("qwen3_vl")[0], folder)
-    content = json.loads((folder / "tokenizer_config.json").read_text())
+    content = read_json(folder / "tokenizer_config.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({**content, "image_token": "<image>"}))
     checkpoint = trained(pretrained=str(folder), llm={"dtype": "float32"})
     with pytest.raises(UserError, match=f"{folder}: its processor cannot be used"):
@@ -575,7 +575,7 @@ def test_a_folder_whose_tokenizer_and_template_have_other_marks_of_images_is_nam
 def test_families_with_other_positions_are_refused_by_name(make, tmp_path, changes, words):
     folder = tmp_path / "altered"
     shutil.copytree(make("qwen2_5_vl")[0], folder)
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
     with pytest.raises(UserError, match=words):
         whole_config(folder)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ran_python
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "configs", "mmtrain")
@@ -51,11 +52,8 @@ def installed(tmp_path_factory) -> Path:
 
 def run(installed: Path, folder: Path, *arguments: object) -> str:
     """What the installed command prints, run in `folder`."""
-    command = [sys.executable, installed / "bin" / "mmtrain", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    ran = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
-    )
+    ran = ran_python(installed / "bin" / "mmtrain", *arguments, cwd=folder, env=environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -109,14 +107,7 @@ def test_every_shipped_configuration_plans_outside_a_checkout(installed, tmp_pat
         "print([(name, main(['plan', f'example:{name}'])) for name in example_names()])"
     )
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    ran = ran_python("-c", code, cwd=tmp_path, env=environment)
     names = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
     assert ran.stdout.splitlines()[-1:] == [str([(name, 0) for name in names])], ran.stderr
 
@@ -131,10 +122,7 @@ def test_the_page_on_a_package_index_has_no_link_that_needs_a_checkout(installed
 def test_a_folder_called_mmtrain_hides_nothing_of_what_setup_installed(tmp_path):
     (tmp_path / "mmtrain").mkdir()  # as in the folder that a clone was made in
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-m", "mmtrain", "plan", "--help"]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
+    ran = ran_python("-m", "mmtrain", "plan", "--help", cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stderr
 
 

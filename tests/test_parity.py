@@ -23,7 +23,8 @@ from scenes import (
     stock_llava,
     train_stock,
 )
-from tiers import nightly, rest_nightly
+from sweeps import sweep
+from tiers import nightly
 from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
@@ -80,7 +81,7 @@ def stock(parts):
 DAILY = ("pp1", "pp2", "pp2v2dp2")
 
 
-@pytest.mark.parametrize("layout", rest_nightly(LAYOUTS, DAILY))
+@pytest.mark.parametrize("layout", sweep(LAYOUTS, DAILY))
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     pipeline, data, *cut = LAYOUTS[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
@@ -222,7 +223,7 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("layout", rest_nightly(("pp1", "pp2", "pp4", "pp2dp2"), ("pp2",)))
+@pytest.mark.parametrize("layout", sweep(("pp1", "pp2", "pp4", "pp2dp2"), ("pp2",)))
 def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
     pipeline, data = LAYOUTS[layout]
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)

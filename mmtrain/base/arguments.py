@@ -23,7 +23,7 @@ def command_parser(
 
     `ending`: keywords of `base.printing.run_command`, kept in the options for it.
     """
-    rows = (f"  {code:<5}{text}" for code, text in sorted((EXITS | dict(exits or {})).items()))
+    rows = (f"  {code:<5}{text}" for code, text in sorted({**EXITS, **(exits or {})}.items()))
     parser = argparse.ArgumentParser(
         prog=f"mmtrain {command}",
         description=description,
@@ -44,15 +44,16 @@ def share(text: str) -> float:
 def positive(kind: type[int] | type[float], most: float = math.inf) -> Callable[[str], int | float]:
     """Return the `type` of an argument that is a number above 0, and at most `most`."""
 
+    needed = "a number above 0"
+    if kind is int:
+        needed = "a whole number, at least 1,"
+    if most < math.inf:
+        needed += f" and at most {most:,},"
+
     def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value <= most:
-            least = "a whole number, at least 1," if kind is int else "a number above 0"
-            bound = "" if most == math.inf else f" and at most {most:,},"
-            raise argparse.ArgumentTypeError(f"{text}: {least}{bound} is needed")
-        return value
+        with contextlib.suppress(ValueError):
+            if 0 < (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: {needed} is needed")
 
     return parse

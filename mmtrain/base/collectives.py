@@ -25,6 +25,8 @@ def gather_to_rank_0(value: T, group: ProcessGroup | None = None) -> list[T] | N
     """Return every rank's value on rank 0 of `group` (None: of the job), None on the others."""
     import torch.distributed as dist
 
-    values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    values = None
+    if dist.get_rank(group) == 0:
+        values = [value] * dist.get_world_size(group)
     dist.gather_object(value, values, group=group)
     return values

@@ -106,8 +106,7 @@ class ConsoleStream(io.TextIOBase):
         del self._queue[:end]
         self._dropped_lines = 0
         if dropped:
-            note = f"\n[{dropped:,} lines are missing here: nothing read them]\n"
-            return note.encode() + lines
+            return f"\n[{dropped:,} lines are missing here: nothing read them]\n".encode() + lines
         return lines
 
 

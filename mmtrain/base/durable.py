@@ -51,7 +51,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def leftovers(name: str) -> str:
-    """Return a glob pattern for what killed processes left of files of this name or pattern."""
+    """Return a glob pattern of the files that killed processes left unfinished under this name or
+    pattern.
+    """
     return f".{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
 
 
@@ -102,7 +104,7 @@ def _finish(file: Path, mode: int) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, which is never seen in part under its name. Raises OSError."""
+    """Delete a folder: its name vanishes at once, then its content. Raises OSError."""
     doomed = _unfinished(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -155,13 +157,12 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 def holder(path: Path) -> psutil.Process | None:
     """Return this user's process on this machine that is in `held(path)`, None if there is none."""
-    try:
+    # else not held, or by a process that has ended
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
         process = psutil.Process(int(path.read_bytes()))
-        files = [Path(file.path) for file in process.open_files()]
-        is_held = path.resolve() in files
-    except (OSError, ValueError, psutil.Error):  # not held, or by a process that has ended
-        return None
-    return process if is_held else None
+        if path.resolve() in [Path(file.path) for file in process.open_files()]:
+            return process
+    return None
 
 
 def lock(

@@ -91,8 +91,8 @@ def without_nan(value: Any) -> Any:
 
 
 def whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the whole lines of a file of records; of a line longer than any record the last part,
-    which is no JSON.
+    """Yield the whole lines of a file of records. A line longer than any record loses its
+    beginning, so it is no JSON.
     """
     lines = iter(functools.partial(stream.readline, MAX_JSON_BYTES), b"")
     return (line for line in lines if line.endswith(b"\n"))

@@ -111,14 +111,14 @@ def table_lines(
             if place < len(row):
                 lines += row[place].plain.split("\n")
         longest = max(map(len, lines))
+        justify = "left"
+        room = min(longest, 4)
         if is_number:
-            needed += longest + gap
-            alignment = {"justify": "right", "no_wrap": True}
-        else:
-            needed += min(longest, 4) + gap
-            alignment = {}
+            justify = "right"
+            room = longest
+        needed += room + gap
         title = Text(name + "\n" * (height - name.count("\n")))
-        table.add_column(title, overflow="fold", **alignment)
+        table.add_column(title, overflow="fold", justify=justify, no_wrap=is_number)
     for row in rows:
         table.add_row(*row)
 
@@ -262,12 +262,8 @@ def run_command(
 def silence_libraries() -> None:
     """Hide warnings of libraries that others import, about kernels that nothing here uses."""
     for name in ("bitsandbytes", "DeepSpeed"):
-        logging.getLogger(name).addFilter(_is_error)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, in a notebook without widgets
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def show_traceback(
@@ -303,6 +299,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     if count != 1:
         noun = plural or f"{noun}s"
     return f"{count:,} {noun}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as `97.4%`; `-` for None."""
+    return "-" if share is None else f"{share:.1%}"
 
 
 def first_few(names: Sequence[str], shown: int) -> str:

@@ -1,4 +1,4 @@
-"""How far a long job is: a live bar on a terminal, otherwise a line every few seconds."""
+"""Progress of a long job: a live bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, Self, TextIO
 
 _log = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5.0
 
 
+@dataclass
 class ProgressBar:
     """Progress of `total` things, with samples (or what is `counted`) per second."""
 
-    def __init__(
-        self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples"
-    ) -> None:
-        """`unit` is the things' plural; `stream` carries the bar where it is a terminal."""
-        self.counted = counted
-        self.unit = unit
-        self.total = total
+    unit: str  # the things' plural
+    total: int
+    stream: TextIO | None = None  # carries the bar where it is a terminal
+    counted: str = "samples"
+
+    def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()
-        self.bar = open_bar(stream, unit, total)
+        self.bar = open_bar(self.stream, self.unit, self.total)
 
     def show(self, done: int, samples: int, note: str = "") -> None:
         """Show that `done` things are done, `samples` since the start, and a note."""
@@ -41,8 +42,8 @@ class ProgressBar:
             self.bar.update(0, completed=done, said=said, note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
-            words = f"{done:,} of {self.total:,} {self.unit}", rate, note
-            _log.info("  ".join(filter(None, words)))
+            text = f"{done:,} of {self.total:,} {self.unit}  {rate}  {note}"
+            _log.info(text.rstrip())
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +95,7 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
     from rich.text import Text
 
     class Note(ProgressColumn):
-        """The only text that is cut where the terminal is narrow."""
+        """The note behind a bar: the only text that is cut where the terminal is narrow."""
 
         def render(self, task: Any) -> Text:
             return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")

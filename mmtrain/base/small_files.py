@@ -38,7 +38,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def refuse_lost_link(path: Path) -> None:
-    """Raise UserError for a link to what is not there, as an unfinished download leaves in the
+    """Raise UserError for a link whose target is missing, as an unfinished download leaves in the
     hub's cache.
     """
     if path.is_symlink() and not path.exists():
@@ -49,14 +49,13 @@ def refuse_lost_link(path: Path) -> None:
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
-    """Return all bytes of a file, at most `limit`; `what` says in errors what it should be.
+    """Return all bytes of a file, at most `limit`; `what` is the kind of file that errors ask for.
 
     Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
     """
     try:
         with open_file(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            content = b"" if size > limit else stream.read(limit + 1)
+            content = stream.read(limit + 1)
     except FileNotFoundError:
         refuse_lost_link(path)
         raise
@@ -66,7 +65,7 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
         raise UserError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
         ) from None
-    if max(size, len(content)) > limit:
+    if len(content) > limit:
         raise UserError(
             f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large"
         )
@@ -74,7 +73,7 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the content of JSON text in UTF-8; raises ValueError for what is none, and for deep
+    """Return the content of JSON text in UTF-8. Raises ValueError for other text, and for deep
     nesting.
     """
     with contextlib.suppress(RecursionError):

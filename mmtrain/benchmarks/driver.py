@@ -1,10 +1,11 @@
-"""Runs in lmms-eval's environment, as a child of `mmtrain benchmark`, which writes its REQUEST, a
-JSON file.
+"""Score an exported folder in lmms-eval's environment, as a child of `mmtrain benchmark`.
 
-lmms-eval's tasks --messages with pictures--> StockModel, an exported folder --answers-->
-    lmms-eval's scores
-standard output: lines of JSON, {"done", "total"} while it runs, at its end {"results", "answers",
-"versions"}
+REQUEST, a JSON file of the parent, says what is asked.
+
+lmms-eval's tasks --messages with pictures--> StockModel, an exported folder
+    --answers--> lmms-eval's scores
+standard output: lines of JSON, {"done", "total"} while it runs,
+                 at its end {"results", "answers", "versions"}
 
 lmms-eval has classes of its own for some of the models that mmtrain exports, which resize pictures
 otherwise than training did, or take one prompt at a time. Here each is its stock class, loaded as
@@ -41,20 +42,22 @@ Prompt = tuple[list[dict], list[Image.Image], dict[str, Any]]
 class StockModel(lmms):
     is_simple = False  # it takes messages, not one text with its pictures
 
-    def __init__(self, folder: Path, batch_size: int, tell: Callable[[dict], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batch_size: int,
+        tell: Callable[[dict], None],
+    ) -> None:
         super().__init__()
         self.model, self.processor = load(folder)
         self.processor.tokenizer.padding_side = "left"
         self.batch_size, self.tell = batch_size, tell
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer greedily, in batches of prompts with the same settings, all or none of them with
-        pictures.
-        """
-        answers: list[str] = []
-        for _, alike in itertools.groupby(
-            map(self._prompt, requests), lambda prompt: (prompt[2], bool(prompt[1]))
-        ):
+        """Answer greedily, in batches with equal settings, all or none of them with pictures."""
+        answers = []
+        prompts = map(self._prompt, requests)
+        for _, alike in itertools.groupby(prompts, lambda prompt: (prompt[2], bool(prompt[1]))):
             while batch := list(itertools.islice(alike, self.batch_size)):
                 answers += self._answers(batch)
                 self.tell({"done": len(answers), "total": len(requests)})
@@ -62,43 +65,45 @@ class StockModel(lmms):
 
     def _prompt(self, request: Instance) -> Prompt:
         _, doc_to_messages, settings, number, task, split = request.args
-        pictures, messages = [], []
+        pictures = []
+        messages = []
         for message in doc_to_messages(self.task_dict[task][split][number]):
-            parts = message["content"]
+            content = message["content"]
             pictures += message.get("pictures", [])  # of held_out, whose contents are texts
-            if not isinstance(parts, str):
-                if others := {part["type"] for part in parts} - {"text", "image"}:
+            if not isinstance(content, str):
+                content = [dict(part) for part in content]
+                if others := {part["type"] for part in content} - {"text", "image"}:
                     raise SystemExit(
                         f"{task}: has {min(others)}, but these models take texts and images"
                     )
-                pictures += [part["url"] for part in parts if part["type"] == "image"]
-                parts = [
-                    {name: value for name, value in part.items() if name != "url"} for part in parts
-                ]
-            messages.append({"role": message["role"], "content": parts})
-        return (
-            messages,
-            [resized(upright(picture), self.processor.image_processor) for picture in pictures],
-            settings,
-        )
+                pictures += [part.pop("url") for part in content if part["type"] == "image"]
+            messages.append({"role": message["role"], "content": content})
+        shown = [resized(one, self.processor.image_processor) for one in map(upright, pictures)]
+        return messages, shown, settings
 
     def _answers(self, batch: Sequence[Prompt]) -> list[str]:
-        write, settings = self.processor.apply_chat_template, batch[0][2]
-        texts = [
-            write(messages, add_generation_prompt=True, tokenize=False) for messages, _, _ in batch
-        ]
-        given = {"images": [pictures for _, pictures, _ in batch]} if batch[0][1] else {}
+        asked, pictures, (settings, *_) = zip(*batch, strict=True)
+        write = self.processor.apply_chat_template
+        texts = [write(one, add_generation_prompt=True, tokenize=False) for one in asked]
+        given = {}
+        if pictures[0]:
+            given["images"] = list(pictures)
         inputs = self.processor(text=texts, padding=True, return_tensors="pt", **given)
         inputs = inputs.to(self.model.device, dtype=self.model.dtype)
+        limit = settings.get("max_new_tokens", NEW_TOKENS)
         with torch.inference_mode():
-            limit = settings.get("max_new_tokens", NEW_TOKENS)
             output = self.model.generate(
-                **inputs, max_new_tokens=limit, do_sample=False, num_beams=1
+                **inputs,
+                max_new_tokens=limit,
+                do_sample=False,
+                num_beams=1,
             )
         new = output[:, inputs["input_ids"].shape[1] :]
         answers = self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)
         ends = settings.get("until") or []
-        for end in filter(None, [ends] if isinstance(ends, str) else ends):
+        if isinstance(ends, str):
+            ends = [ends]
+        for end in filter(None, ends):
             answers = [answer.split(end)[0] for answer in answers]
         return [answer.strip() for answer in answers]
 
@@ -115,66 +120,67 @@ def held_out_task(folder: Path, longest: int) -> ConfigurableMessagesTask:
 
     def doc_to_messages(doc: Mapping[str, Any]) -> list[dict]:
         first, *others = doc["messages"]
-        return [
-            {
-                **first,
-                "pictures": [decode_image((folder / name).read_bytes()) for name in doc["images"]],
-            },
-            *others,
-        ]
+        pictures = [decode_image((folder / name).read_bytes()) for name in doc["images"]]
+        return [{**first, "pictures": pictures}, *others]
 
-    settings = {
-        "task": HELD_OUT,
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"test": str(folder / QUESTIONS)},
-            "cache_dir": str(folder / "cache"),
-        },
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_messages": doc_to_messages,
-        "doc_to_visual": lambda doc: [],
-        "doc_to_text": lambda doc: doc["messages"][-1]["content"],
-        "doc_to_target": "answer",
-        "process_results": lambda doc, answers: {
-            "exact_match": float(answers[0] == doc["answer"].strip())
-        },
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": {"max_new_tokens": longest},
-    }
-    return ConfigurableMessagesTask(config=settings)
+    return ConfigurableMessagesTask(
+        config={
+            "task": HELD_OUT,
+            "dataset_path": "json",
+            "dataset_kwargs": {
+                "data_files": {"test": str(folder / QUESTIONS)},
+                "cache_dir": str(folder / "cache"),
+            },
+            "test_split": "test",
+            "output_type": "generate_until",
+            "doc_to_messages": doc_to_messages,
+            "doc_to_visual": lambda doc: [],
+            "doc_to_text": lambda doc: doc["messages"][-1]["content"],
+            "doc_to_target": "answer",
+            "process_results": lambda doc, answers: {
+                "exact_match": float(answers[0] == doc["answer"].strip())
+            },
+            "metric_list": [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ],
+            "generation_kwargs": {"max_new_tokens": longest},
+        }
+    )
 
 
 def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
-    tasks: list[Any] = list(request["tasks"])
+    tasks = list(request["tasks"])
     if unknown := sorted(set(tasks) - {HELD_OUT, *TaskManager().all_tasks}):
         raise SystemExit(f"lmms-eval has no task {unknown[0]}")
     if HELD_OUT in tasks:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
     model = StockModel(Path(request["folder"]), request["batch_size"], tell)
     results = simple_evaluate(
-        model=model, tasks=tasks, limit=request["limit"], batch_size=request["batch_size"]
+        model=model,
+        tasks=tasks,
+        limit=request["limit"],
+        batch_size=request["batch_size"],
     )
+    libraries = ("lmms_eval", "transformers", "torch")
     return {
         "results": {task: _scores(of_task) for task, of_task in results["results"].items()},
         "answers": {task: counts["effective"] for task, counts in results["n-samples"].items()},
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("lmms_eval", "transformers", "torch")
-        },
+        "versions": dict(zip(libraries, map(importlib.metadata.version, libraries), strict=True)),
     }
 
 
 def _scores(of_task: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Return {metric: (value, standard error)}, from lmms-eval's "metric,filter" and
-    "metric_stderr,filter".
+    """Return {metric: (value, standard error)}.
+
+    lmms-eval names them "metric,filter" and "metric_stderr,filter".
     """
     numbers = {name: value for name, value in of_task.items() if isinstance(value, int | float)}
-    return {
-        name.removesuffix(",none"): (numbers[name], numbers.get(name.replace(",", "_stderr,")))
-        for name in numbers
-        if "_stderr" not in name
-    }
+    scores = {}
+    for name, value in numbers.items():
+        if "_stderr" not in name:
+            error = numbers.get(name.replace(",", "_stderr,"))
+            scores[name.removesuffix(",none")] = (value, error)
+    return scores
 
 
 def main(request: str) -> None:

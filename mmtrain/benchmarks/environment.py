@@ -1,9 +1,8 @@
-"""The Python environment in which lmms-eval runs: its packages above those of this one, which it
-does not touch.
+"""Make the Python environment in which lmms-eval runs, above the packages of this one.
 
-torch, transformers and mmtrain are those that run here; where lmms-eval needs another version of a
-package, pip puts that one into the new environment alone. What it brings itself has the versions of
-lmms_eval_constraints.txt.
+This one is not touched. torch, transformers and mmtrain are those that run here; where lmms-eval
+needs another version of a package, pip puts that one into the new environment alone. What it brings
+itself has the versions of lmms_eval_constraints.txt.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ PINS = Path(__file__).with_name("lmms_eval_constraints.txt")
 
 
 def lmms_python() -> Path:
-    """Return the interpreter of lmms-eval's environment, made once, in the cache. Raises UserError
-    where pip fails.
+    """Return the interpreter of lmms-eval's environment, made once, in the cache.
+
+    Raises UserError where pip fails.
     """
-    here = [
-        *site.getsitepackages(),
-        *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []),
-    ]
-    key = hashlib.sha256(
-        repr((LMMS_EVAL, PINS.read_text(), sys.version, here)).encode()
-    ).hexdigest()[:20]
+    here = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        here.append(site.getusersitepackages())
+    of_all = repr((LMMS_EVAL, PINS.read_text(), sys.version, here))
+    key = hashlib.sha256(of_all.encode()).hexdigest()[:20]
     folder = cache_folder("lmms-eval") / key
-    python, complete = folder / "bin" / "python", folder / "complete"
+    python = folder / "bin" / "python"
+    complete = folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{key}.lock"), wait=True):
         if not complete.exists():
@@ -55,17 +54,9 @@ def lmms_python() -> Path:
             pins.write_text(
                 f"{PINS.read_text()}torch=={version('torch')}\ntransformers=={version('transformers')}\n"
             )
-            pip = [
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "-c",
-                pins,
-                LMMS_EVAL,
-            ]
-            if subprocess.run(**python_child(*pip, interpreter=python)).returncode:
+            options = ("--quiet", "--disable-pip-version-check", "-c", pins)
+            pip = python_child("-m", "pip", "install", *options, LMMS_EVAL, interpreter=python)
+            if subprocess.run(**pip).returncode:
                 raise UserError(
                     f"pip cannot install {LMMS_EVAL} into {folder}, as it says above. "
                     "It needs a network"

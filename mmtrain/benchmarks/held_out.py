@@ -1,12 +1,11 @@
-"""A run's held-out questions, for lmms-eval: each answer of a conversation, given the true turns
-before it.
+"""Write a run's held-out questions for lmms-eval, one for each answer of a conversation.
 
-held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"}, and the
-    images as they are
+held-out samples --write_questions--> questions.jsonl, {"messages", "images", "answer"},
+                                      and the images as they are
 
-An answer generated greedily equals the true one where each of its tokens is ranked first, given the
-true tokens before: that is the run's exact match, unless two answers of different tokens have the
-same text.
+Each is given the true turns before it. An answer generated greedily equals the true one where each
+of its tokens is ranked first, given the true tokens before: that is the run's exact match, unless
+two answers of different tokens have the same text.
 """
 
 from __future__ import annotations
@@ -29,25 +28,31 @@ QUESTIONS = "questions.jsonl"
 
 
 def write_questions(config: RunConfig, folder: Path) -> int:
-    """Write the questions into `folder`; return how many tokens an answer may have. Raises
-    UserError for lost data.
+    """Write the questions into `folder`; return the most tokens that an answer has.
+
+    Raises UserError for lost data.
     """
     make_demo_data(config)
-    layout, plain, longest = models_of(config).layout, config.data.template == "plain", 0
+    layout = models_of(config).layout
+    is_plain = config.data.template == "plain"
+    longest = 0
     with (folder / QUESTIONS).open("w", encoding="utf-8") as file:
         for number, document in enumerate(HeldOut(PackedBatches(config, 0, 1)).documents):
             longest = max(longest, sum(label != IGNORE for label in document.labels))
-            images = [f"{number}-{place}" for place in range(len(document.sample.images))]
-            for name, content in zip(images, document.sample.images, strict=True):
-                (folder / name).write_bytes(content)
-            messages: list[dict[str, str]] = []
+            sample = document.sample
+            images = []
+            for place, content in enumerate(sample.images):
+                images.append(f"{number}-{place}")
+                (folder / images[-1]).write_bytes(content)
+
+            # one question for each answer, with the turns before it and their images
+            messages = []
             seen = 0
-            for speaker, text in document.sample.turns:
+            for speaker, text in sample.turns:
                 if speaker == "gpt":
                     asked = {"messages": messages, "images": images[:seen], "answer": text}
                     file.write(json.dumps(asked, ensure_ascii=False) + "\n")
                 seen += text.count(IMAGE_MARK)
-                messages.append(
-                    {"role": ROLES[speaker], "content": as_prompted(text, layout, alone=plain)}
-                )
+                content = as_prompted(text, layout, alone=is_plain)
+                messages.append({"role": ROLES[speaker], "content": content})
     return longest

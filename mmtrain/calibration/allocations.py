@@ -1,67 +1,130 @@
-"""Bytes of tensors that live at once: every allocation and release on the device, counted exactly.
+"""Bytes that live at once on a GPU while stages run, by the figures of torch's allocator.
 
-On CUDA these are the allocator's own figures (`torch.cuda.max_memory_allocated`). A CPU's allocator
-keeps none, but torch.profiler records each of its allocations and releases (`profile_memory`),
-whose running sum is the same thing. Not counted is what libraries allocate past torch (oneDNN's
-scratch buffers, gloo's), and what the heap holds back.
+Not counted is what libraries allocate past torch, such as cuBLAS. On a CPU nothing is measured,
+since its allocator keeps no figures: plans estimate what tensors take there.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
-MARK = "mmtrain: counted work"
+from mmtrain.engine.single_stage import SingleStage
+
+ENCODE = "encoder"
 
 
 class Usage(NamedTuple):
-    """Bytes alive during some work and at its end, beyond those at its begin (less, if some of
-    those were released).
+    """Bytes alive during some work and at its end, beyond those at its begin.
+
+    They are below 0 if work releases bytes from before.
     """
 
     peak: int
     end: int
 
 
-def bytes_used(*works: Callable[[], object], device: torch.device) -> list[Usage]:
-    """Do one after the other and count, as alive at a work's end also what it returns, which is let
-    go then.
-
-    Only what the calling thread does is meant to be counted. On a CPU a release counts if the
-    allocation was counted, in this call or in an earlier one, and counting takes long: nothing can
-    be timed.
-    """
-    if device.type == "cuda":
-        return [_used_on_gpu(work, device) for work in works]
-    # else what an earlier call left in reference cycles could count as released in this one
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        for work in works:
-            with record_function(MARK):
-                result = work()
-            del result
-    events = sorted(traced.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    used = []
-    for mark in (event for event in events if event.name() == MARK):
-        begin, end = mark.start_ns(), mark.start_ns() + mark.duration_ns()
-        alive = list(
-            itertools.accumulate((size for at, size in changes if begin <= at <= end), initial=0)
-        )
-        used.append(Usage(max(alive), alive[-1]))
-    return used
-
-
-def _used_on_gpu(work: Callable[[], object], device: torch.device) -> Usage:
+def bytes_used(work: Callable[[], object], device: torch.device) -> Usage:
+    """Do this work on a GPU and count; its result is alive at its end, and is let go then."""
     torch.cuda.synchronize(device)
     begin = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     _result = work()  # alive until this function ends
     torch.cuda.synchronize(device)
-    peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return Usage(peak - begin, end - begin)
+    peak = torch.cuda.max_memory_allocated(device)
+    return Usage(peak - begin, torch.cuda.memory_allocated(device) - begin)
+
+
+def recomputing(name: str) -> str:
+    """Return the name of a stage whose layers recompute their activations."""
+    return f"{name}, recomputing"
+
+
+def bytes_of_stages(
+    stages: Mapping[str, SingleStage], device: torch.device
+) -> dict[str, dict[str, int]]:
+    """Return bytes by stage: kept until its backward, working in forward and in backward."""
+    sizes = _bytes_of_front(stages["front"], device)
+    for name, stage in stages.items():
+        if name == "front":
+            continue
+        _make_gradients(stage)
+        sizes[name] = _by_act(stage.forward, stage.release_output, stage.backward, device)
+        if name != "head" and stage.runs_backward:
+            _make_gradients(stage, recomputes=True)
+            again = _by_act(stage.forward, stage.release_output, stage.backward, device)
+            sizes[recomputing(name)] = again
+    return sizes
+
+
+def bytes_of_slices(
+    front: SingleStage,
+    blocks: int,
+    device: torch.device,
+) -> dict[str, int]:
+    """Return bytes that slices of the encoder work in: the first without a block, and one behind
+    it.
+    """
+    tiles = front.batch.tiles
+    grids = front.batch.grids
+    vision = front.module.vision
+    stem = vision.slice_of(0, 0)
+    later = vision.slice_of(max(0, blocks - 2), blocks)
+    shape = (len(tiles), *later.hidden_shape)
+    hidden = torch.zeros(shape, dtype=later.dtype, device=device)
+    of_stem = functools.partial(stem.in_groups, tiles, front.module.normalised, grids)
+    of_later = functools.partial(later.in_groups, hidden, grids=grids)
+    return {
+        "encode_stem_bytes": bytes_used(of_stem, device).peak,
+        "encode_later_bytes": bytes_used(of_later, device).peak,
+    }
+
+
+def _bytes_of_front(stage: SingleStage, device: torch.device) -> dict[str, dict[str, int]]:
+    """Return bytes of the encoder, which works in what it makes, and of the front, which may keep
+    features.
+    """
+
+    def release() -> None:
+        stage.release_output()
+        stage.features = None
+
+    _make_gradients(stage)
+    features = 0
+    if stage.features is not None:
+        features = stage.features.untyped_storage().nbytes()
+    stage.features = None
+    encoded = bytes_used(stage.encode, device)
+    encoder = {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0}
+
+    stage.features = stage.encode()
+    front = _by_act(stage.forward, release, stage.backward, device)
+    front["kept"] += features
+    stage.features = stage.encode()
+    return {"front": front, ENCODE: encoder}
+
+
+def _make_gradients(stage: SingleStage, *, recomputes: bool = False) -> None:
+    """Run a stage once, so that its gradients are there, and prepare the next time."""
+    stage.prepare(recomputes=recomputes)
+    stage.forward()
+    stage.backward()
+    stage.prepare(recomputes=recomputes)
+
+
+def _by_act(
+    forward: Callable[[], object],
+    send: Callable[[], object],
+    backward: Callable[[], object],
+    device: torch.device,
+) -> dict[str, int]:
+    made = bytes_used(forward, device)
+    sent = bytes_used(send, device)
+    return {
+        "kept": made.end + sent.end,
+        "forward": made.peak - made.end,
+        "backward": bytes_used(backward, device).peak,
+    }

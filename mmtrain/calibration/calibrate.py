@@ -1,4 +1,4 @@
-"""Measure on the device what the planner needs to know of a run: a Calibration.
+"""Measure what the planner needs to know of a run on its device: a Calibration.
 
 every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of messages, of a step's
     end
@@ -19,6 +19,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +29,12 @@ import torch.distributed as dist
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
-from mmtrain.calibration.allocations import Usage, bytes_used
+from mmtrain.calibration.allocations import (
+    ENCODE,
+    bytes_of_slices,
+    bytes_of_stages,
+    recomputing,
+)
 from mmtrain.calibration.transfers import (
     ECHO,
     FEATURES,
@@ -47,7 +53,7 @@ from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.facts.models import Models, models_of
-from mmtrain.model.stage import build_stage
+from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import (
     Calibration,
     Device,
@@ -66,7 +72,6 @@ MIN_ROUNDS, MAX_ROUNDS = 7, 31
 SECONDS = 40.0  # of rounds, within these limits
 LOAD, REDUCE, UPDATE, MATMUL = "load", "reduce", "update", "matrix products"
 WINDOW = "layers in a row"
-ENCODE = "encode"
 
 # by stage and direction, as in "head forward"; of ENCODE; of messages
 Seconds = Mapping[str, float]
@@ -92,42 +97,37 @@ class Calibrator:
         *,
         can_cut: bool = True,
     ) -> None:
-        self._plan, self._device, self._key = plan, device, key
+        self._plan = plan
+        self._device = device
+        self._key = key
         self._synchronize = torch.get_device_module(device).synchronize
         self._costs = run_costs(config, models)
         self._kinds = {kind.name: kind for kind in self._costs.kinds}
-        of_layers = [
-            self._kinds[layer.kind] for layer in (*self._costs.layers[1:-2], self._costs.whole_last)
-        ]
-        first, last = find_window(of_layers)
-        self._window = tuple(kind.name for kind in of_layers[first:last])
         self._host_batch = expected_batch(config, models)
-        self._stages = self._build(config, of_layers[first], first, last, len(of_layers))
-        self._can_cut = (
-            can_cut
-            and self._stages["front"].module.projector is not None
-            and self._costs.encoder.frozen
-        )
-        trained = {
-            name: parameter
-            # in one order on all ranks, whose gradients are reduced in turn
-            for kind in self._kinds
-            if kind in self._stages
-            for name, parameter in self._stages[kind].module.global_parameters()
-            if parameter.requires_grad
-        }
+        self._stages = self._build(functools.partial(build_stage, config, device=device))
+        front = self._stages["front"]
+        alone = self._stages[self._window[0]]
+        has_projector = front.module.projector is not None
+        self._can_cut = can_cut and has_projector and self._costs.encoder.frozen
+
+        # in one order on all ranks, whose gradients are reduced in turn
+        trained = {}
+        for kind in self._kinds:
+            if kind in self._stages:
+                trained |= dict(self._stages[kind].module.global_parameters())
+        trained = {name: p for name, p in trained.items() if p.requires_grad}
         self._weights = MasterWeights(trained, config.optimizer)
         for group in self._weights.optimizer.param_groups:
             group["lr"] = 0.0
         timeout = config.parallel.timeout_seconds
         self._replicas = replica_group(plan, dist.get_rank(), device, timeout)
-        alone = self._stages[self._window[0]]
+
         self._matrices = [p for _, p in alone.module.language.global_parameters() if p.ndim == 2]
-        tokens = alone.batch.position_ids.numel()
-        self._factors = {
-            m.shape[1]: torch.randn(tokens, m.shape[1], dtype=m.dtype, device=device)
-            for m in self._matrices
-        }
+        self._factors = {}
+        for matrix in self._matrices:
+            shape = (alone.batch.position_ids.numel(), matrix.shape[1])
+            self._factors[matrix.shape[1]] = torch.randn(shape, dtype=matrix.dtype, device=device)
+
         # before any message: see `warm_up` of mmtrain.engine.single_stage
         for stage in self._stages.values():
             stage.forward()
@@ -140,33 +140,35 @@ class Calibrator:
             if self._can_cut:
                 size = self._costs.encoder.hidden_bytes
                 tensors[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=device)]
-            self._messages = MessageCosts(plan, channels, tensors, device, self._compute)
-        self.seconds: dict[str, list[float]] = {}
+            self._messages = MessageCosts(
+                plan,
+                channels,
+                tensors,
+                device,
+                self._compute,
+            )
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         """Seconds in every round, by what was measured."""
 
-    def _build(
-        self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
-    ) -> dict[str, SingleStage]:
-        batch = to_device(self._host_batch, self._device)
-
-        def build(
-            kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False
-        ) -> SingleStage:
-            module = build_stage(
-                config, StagePlan(0, first, last, front, head), device=self._device
-            )
-            return SingleStage(
-                module, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward
-            )
-
-        stages = {
-            "front": build(self._kinds["front"], 0, 0, front=True),
-            "head": build(self._kinds["head"], count, count, head=True),
-            WINDOW: build(kind_of_window, first, last),
+    def _build(self, build: Callable[[StagePlan], Stage]) -> dict[str, SingleStage]:
+        """Make all stages that are measured, and choose the layers in a row."""
+        layers = (*self._costs.layers[1:-2], self._costs.whole_last)
+        kinds = [self._kinds[layer.kind] for layer in layers]
+        first, last = find_window(kinds)
+        self._window = tuple(kind.name for kind in kinds[first:last])
+        parts = {
+            "front": (self._kinds["front"], StagePlan(0, 0, 0, True, False)),
+            "head": (self._kinds["head"], StagePlan(0, len(kinds), len(kinds), False, True)),
+            WINDOW: (kinds[first], StagePlan(0, first, last, False, False)),
         }
         for kind in self._kinds.values():
-            if kind.layer is not None:
-                stages[kind.name] = build(kind, kind.layer, kind.layer + 1, head=kind.on_rows)
+            if (own := kind.layer) is not None:
+                parts[kind.name] = (kind, StagePlan(0, own, own + 1, False, kind.on_rows))
+        batch = to_device(self._host_batch, self._device)
+        stages = {}
+        for name, (kind, stage) in parts.items():
+            needs = {"input_gradient": kind.input_gradient, "backward": kind.runs_backward}
+            stages[name] = SingleStage(build(stage), batch, **needs)
         return stages
 
     def warm_up(self, seconds: float) -> int:
@@ -176,12 +178,13 @@ class Calibrator:
             self.round()
         took = torch.tensor([time.perf_counter() - began], device=self._device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        self.seconds = {}
+        self.seconds.clear()
         return min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds / float(took))))
 
     def round(self) -> None:
         """Measure everything once more."""
-        front, window = self._stages["front"], self._stages[WINDOW]
+        front = self._stages["front"]
+        window = self._stages[WINDOW]
         front.prepare()
         self._time(LOAD, lambda: to_device(self._host_batch, self._device))
         self._time(ENCODE, front.encode)
@@ -194,12 +197,18 @@ class Calibrator:
         self._time(MATMUL, self._multiply)
         if self._messages is not None:
             for name, seconds in self._messages.round().items():
-                self.seconds.setdefault(name, []).append(seconds)
+                self.seconds[name].append(seconds)
         dist.barrier()
         self._time(REDUCE, self._reduce)
         self._time(UPDATE, self._update)
 
-    def _time_stage(self, name: str, stage: SingleStage, *, recomputes: bool = False) -> None:
+    def _time_stage(
+        self,
+        name: str,
+        stage: SingleStage,
+        *,
+        recomputes: bool = False,
+    ) -> None:
         stage.prepare(recomputes=recomputes)
         dist.barrier()
         self._time(f"{name} forward", stage.forward)
@@ -212,7 +221,7 @@ class Calibrator:
         began = time.perf_counter()
         work()
         self._synchronize()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - began)
+        self.seconds[name].append(time.perf_counter() - began)
 
     def _compute(self) -> None:
         stage = self._stages[self._window[0]]
@@ -241,108 +250,50 @@ class Calibrator:
         self._weights.write_back()
         self._weights.zero_grad()
 
-    def _bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes by stage: kept until its backward, working in forward and in backward."""
-        sizes = {}
-        for name, stage in self._stages.items():
-            layers = name not in ("front", "head")
-            for recomputes in (False, True) if layers and stage.runs_backward else (False,):
-                stage.prepare(recomputes=recomputes)
-                stage.forward()
-                stage.backward()  # makes gradients, which then are there
-                stage.prepare(recomputes=recomputes)
-                if name == "front":
-                    sizes |= self._bytes_of_front(stage)
-                else:
-                    used = bytes_used(
-                        stage.forward, stage.release_output, stage.backward, device=self._device
-                    )
-                    sizes[recomputing(name) if recomputes else name] = _of_stage(*used)
-        return sizes
-
-    def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
-        """Bytes of the encoder, which works in what it makes, and of the front, which may keep
-        features.
-        """
-        features = 0 if stage.features is None else stage.features.untyped_storage().nbytes()
-        stage.features = None
-
-        def encode() -> None:
-            stage.features = stage.encode()
-
-        def release() -> None:
-            stage.release_output()
-            stage.features = None
-
-        encoded, *others = bytes_used(
-            encode, stage.forward, release, stage.backward, device=self._device
-        )
-        encode()
-        of_front = _of_stage(*others)
-        return {
-            "front": of_front | {"kept": features + of_front["kept"]},
-            ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
-        }
-
-    def _bytes_of_slices(self) -> dict[str, int]:
-        """Bytes that slices of the encoder work in: the first without a block, and one behind
-        it.
-        """
-        if not self._can_cut:
-            return {}
-        blocks, front = self._costs.encoder.blocks, self._stages["front"]
-        tiles, grids, vision = front.batch.tiles, front.batch.grids, front.module.vision
-        stem, later = vision.slice_of(0, 0), vision.slice_of(max(0, blocks - 2), blocks)
-        hidden = torch.zeros(
-            len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device
-        )
-        works = (
-            functools.partial(stem.in_groups, tiles, front.module.normalised, grids),
-            functools.partial(later.in_groups, hidden, grids=grids),
-        )
-        of_stem, of_later = bytes_used(*works, device=self._device)
-        return {"encode_stem_bytes": of_stem.peak, "encode_later_bytes": of_later.peak}
+    def _bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+        """Return bytes by stage, and those of the encoder's slices; nothing on a CPU."""
+        if self._device.type == "cpu":
+            return {}, {}
+        slices = {}
+        sizes = bytes_of_stages(self._stages, self._device)
+        if self._can_cut:
+            blocks = self._costs.encoder.blocks
+            slices = bytes_of_slices(self._stages["front"], blocks, self._device)
+        return sizes, slices
 
     def finish(self) -> Calibration:
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
-        of_ranks = all_gather_object((medians, self._bytes(), self._bytes_of_slices()))
+        of_ranks = all_gather_object((medians, *self._bytes()))
         seconds = mean_of_ranks([medians for medians, *_ in of_ranks])
         _, sizes, of_slices = of_ranks[0]
+
         # Measured were a whole number of images, and an update of what trains in one layer of each
         # kind.
         if (tiles := self._host_batch.tiles) is not None:
             seconds[ENCODE] *= self._costs.work.tiles / len(tiles)
-        elements = sum(master.numel() for master in self._weights.by_name.values())
+        elements = sum(map(torch.numel, self._weights.by_name.values()))
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / elements
+
+        # The patch embedding before the blocks takes less than a hundredth of them.
+        of_block = 0.0
+        if self._can_cut:
+            of_block = seconds[ENCODE] / self._costs.encoder.blocks
         tokens = self._host_batch.position_ids.numel()
+        products = 2.0 * tokens * sum(map(torch.numel, self._matrices))
         layers, call_seconds = solve_layers(seconds, sizes, self._kinds, self._window)
         return Calibration(
             key=self._key,
             layers=layers,
             compute_seconds=call_seconds,
             encode_seconds=seconds[LOAD],
-            # The patch embedding before the blocks takes less than a hundredth of them.
-            encode_block_seconds=seconds[ENCODE] / self._costs.encoder.blocks
-            if self._can_cut
-            else 0.0,
+            encode_block_seconds=of_block,
             messages=solve_messages(seconds, MESSAGE),
             features=solve_messages(seconds, FEATURES),
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
-            matmul_flops_per_second=2.0
-            * tokens
-            * sum(m.numel() for m in self._matrices)
-            / seconds[MATMUL],
+            matmul_flops_per_second=products / seconds[MATMUL],
             **of_slices,
         )
-
-
-def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
-    return {
-        "kept": forward.end + sent.end,
-        "forward": forward.peak - forward.end,
-        "backward": backward.peak,
-    }
 
 
 def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
@@ -352,143 +303,156 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     `kinds` are those of all decoder layers on stages without the head.
     """
     rows, first = [], 0
-    for alike, row in itertools.groupby(
-        kinds, lambda kind: (kind.runs_backward, kind.input_gradient)
-    ):
+    needs = [(kind.runs_backward, kind.input_gradient) for kind in kinds]
+    for alike, row in itertools.groupby(needs):
         count = len(list(row))
-        rows.append((min(count, LAYERS), alike, first))
+        rows.append((min(count, LAYERS), alike, -first))
         first += count
-    length, _, first = max(rows, key=lambda row: row[:2])
-    return first, first + length
+    length, _, first = max(rows)
+    return -first, length - first
 
 
 # ---- what one more layer adds to a stage
 
 
-def recomputing(name: str) -> str:
-    return f"{name}, recomputing"
-
-
 def mean_of_ranks(of_ranks: Sequence[Seconds]) -> dict[str, float]:
     """Return means over the ranks that have measured something, by its name."""
-    names = dict.fromkeys(name for rank in of_ranks for name in rank)
-    return {
-        name: statistics.fmean(rank[name] for rank in of_ranks if name in rank) for name in names
-    }
+    found = defaultdict(list)
+    for rank in of_ranks:
+        for name, seconds in rank.items():
+            found[name].append(seconds)
+    return {name: statistics.fmean(values) for name, values in found.items()}
 
 
 def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
-    """Return what a message of this kind takes from sender and receiver, and its transfer; None if
-    not measured.
-    """
-    both = [
-        max(0.0, seconds[f"{name} {kind}"])
-        for name in (SEND, RECEIVE)
-        if f"{name} {kind}" in seconds
-    ]
-    if len(both) < 2:
+    """Return the seconds of a message of this kind, None if not measured; never below 0."""
+    if not {f"{SEND} {kind}", f"{RECEIVE} {kind}"} <= seconds.keys():
         return None
-    echo = seconds.get(f"{ECHO} {kind}")
-    return MessageSeconds(*both, transfer=None if echo is None else max(0.0, echo - sum(both)))
+    send = max(0.0, seconds[f"{SEND} {kind}"])
+    receive = max(0.0, seconds[f"{RECEIVE} {kind}"])
+    transfer = seconds.get(f"{ECHO} {kind}")
+    if transfer is not None:
+        transfer = max(0.0, transfer - (send + receive))
+    return MessageSeconds(send, receive, transfer)
 
 
 def solve_layers(
-    seconds: Seconds, sizes: Bytes, kinds: Mapping[str, LayerKind], window: Sequence[str]
+    seconds: Seconds,
+    sizes: Bytes,
+    kinds: Mapping[str, LayerKind],
+    window: Sequence[str],
 ) -> tuple[dict[str, LayerMeasures], float]:
-    """Return what each kind of layer adds, by name, and the seconds of a call beyond its layers.
-    Nothing is below 0.
+    """Return the measures of each kind of layer, by name, and the seconds of a call beyond its
+    layers. Nothing is below 0.
 
     `window` names the kinds of n layers in a row, which take n layers and one call: alone they take
-    n calls.
+    n calls. Bytes are None where there are no `sizes`.
     """
     forward, forward_call = _seconds_of_layers(seconds, "forward", kinds, window)
     backward, backward_call = _seconds_of_layers(seconds, "backward", kinds, window)
     second_forward = _second_forward(seconds, forward, window)
-    input_bytes = _inner_input(sizes, WINDOW, window)
-    recomputing_input_bytes = _inner_input(
-        sizes, recomputing(WINDOW), [recomputing(name) for name in window]
-    )
     layers = {}
     for name, kind in kinds.items():
-        own = sizes[ENCODE if name == "encoder" else name]
-        recomputed = sizes.get(recomputing(name), own)
-        kept, kept_recomputing, recomputing_seconds = (
-            own["kept"],
-            recomputed["kept"],
-            backward[name],
-        )
+        recomputing_seconds = backward[name]
         if kind.layer is not None and kind.runs_backward:
-            kept += input_bytes
-            kept_recomputing += recomputing_input_bytes
             recomputing_seconds += second_forward * forward[name]
-        of_head = sizes["head"]["kept"] if kind.on_rows else 0
-        layers[name] = LayerMeasures(
-            forward_seconds=forward[name],
-            backward_seconds=backward[name],
-            recomputing_seconds=recomputing_seconds,
-            kept_bytes=max(0, kept - of_head),
-            kept_bytes_recomputing=max(0, kept_recomputing - of_head),
-            forward_working_bytes=own["forward"],
-            backward_working_bytes=own["backward"],
-            recomputing_working_bytes=recomputed["backward"],
-        )
-    calls = (
-        [forward_call, backward_call]
-        if any(kind.runs_backward for kind in kinds.values())
-        else [forward_call]
-    )
+        times = (forward[name], backward[name], recomputing_seconds)
+        layers[name] = LayerMeasures(*times, **_bytes_of_layer(sizes, kind, window))
+    calls = [forward_call]
+    if any(kind.runs_backward for kind in kinds.values()):
+        calls.append(backward_call)
     return layers, statistics.fmean(calls)
 
 
+def _bytes_of_layer(
+    sizes: Bytes,
+    kind: LayerKind,
+    window: Sequence[str],
+) -> dict[str, int]:
+    if not sizes:
+        return {}
+    own = sizes[kind.name]
+    recomputed = sizes.get(recomputing(kind.name), own)
+    kept = own["kept"]
+    kept_recomputing = recomputed["kept"]
+    if kind.layer is not None and kind.runs_backward:
+        kept += _inner_input(sizes, WINDOW, window)
+        alone = list(map(recomputing, window))
+        kept_recomputing += _inner_input(sizes, recomputing(WINDOW), alone)
+    if kind.on_rows:
+        kept -= sizes["head"]["kept"]
+        kept_recomputing -= sizes["head"]["kept"]
+    return {
+        "kept_bytes": max(0, kept),
+        "kept_bytes_recomputing": max(0, kept_recomputing),
+        "forward_working_bytes": own["forward"],
+        "backward_working_bytes": own["backward"],
+        "recomputing_working_bytes": recomputed["backward"],
+    }
+
+
 def _seconds_of_layers(
-    seconds: Seconds, direction: str, kinds: Mapping[str, LayerKind], window: Sequence[str]
+    seconds: Seconds,
+    direction: str,
+    kinds: Mapping[str, LayerKind],
+    window: Sequence[str],
 ) -> tuple[dict[str, float], float]:
-    """Seconds that each kind of layer adds in one direction, and those of a call beyond its
+    """Return the seconds of each kind of layer in one direction, and those of a call beyond its
     layers.
     """
 
     def of(stage: str) -> float:
         return seconds.get(f"{stage} {direction}", 0.0)
 
-    row, alone, count = of(WINDOW), sum(map(of, window)), len(window)
-    call = max(0.0, alone - row) / (count - 1) if count > 1 else 0.0
+    row = of(WINDOW)
+    alone = sum(map(of, window))
+    count = len(window)
+    call = 0.0
+    if count > 1:
+        call = max(0.0, alone - row) / (count - 1)
     # of each layer, where the row takes longer than its layers alone
     more = max(0.0, row - alone) / count
-    layers = {}
+    layers = dict.fromkeys(kinds, 0.0)
     for name, kind in kinds.items():
-        if name == "encoder":
-            layers[name] = seconds[ENCODE] if direction == "forward" else 0.0
-        elif name == "front":
+        seconds_alone = of(name)
+        if name == "front":
             # without a decoder layer behind it, nothing of the LLM's own code is called
-            layers[name] = of(name)
+            layers[name] = seconds_alone
         elif kind.on_rows:
-            layers[name] = max(0.0, of(name) - of("head"))
+            layers[name] = max(0.0, seconds_alone - of("head"))
         elif name == "head":
-            layers[name] = max(0.0, of(name) - call)
-        else:
-            layers[name] = max(0.0, of(name) - call + more) if of(name) else 0.0
+            layers[name] = max(0.0, seconds_alone - call)
+        elif seconds_alone:
+            layers[name] = max(0.0, seconds_alone - call + more)
+    if direction == "forward":
+        layers["encoder"] = seconds[ENCODE]
     return layers, call
 
 
-def _second_forward(seconds: Seconds, forward: Mapping[str, float], window: Sequence[str]) -> float:
-    """Time that recomputing a layer adds, as a multiple of its forward; 1 where nothing
-    recomputes.
-    """
+def _second_forward(
+    seconds: Seconds,
+    forward: Mapping[str, float],
+    window: Sequence[str],
+) -> float:
+    """Return the time of a layer's recomputation as a multiple of its forward; 1 without any."""
     first = sum(forward[name] for name in window)
     if f"{recomputing(WINDOW)} backward" not in seconds or not first:
         return 1.0
-    more = sum(
-        seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"]
-        for way in ("forward", "backward")
-    )
+    more = 0.0
+    for way in ("forward", "backward"):
+        more += seconds[f"{recomputing(WINDOW)} {way}"] - seconds[f"{WINDOW} {way}"]
     return max(0.0, more) / first
 
 
-def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
-    """Bytes that a layer behind another keeps more than one that begins a stage: its input, where
-    that is kept.
+def _inner_input(
+    sizes: Bytes,
+    row: str,
+    alone: Sequence[str],
+) -> int:
+    """Return the bytes of a layer's input, which a layer behind another may keep; one that begins
+    a stage does not.
 
-    Less what every stage keeps besides its layers, such as the rotations of its tokens.
+    Less those that every stage keeps besides its layers, such as the rotations of its tokens.
     """
     count = len(alone)
     if count == 1 or row not in sizes:
@@ -500,19 +464,26 @@ def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
 
 
 def table(calibration: Calibration) -> list[str]:
-    """Return a calibration as lines for a terminal: what one more layer adds to a stage, and what
-    else was measured.
+    """Return a calibration as lines for a terminal: a table of layers, then all else.
+
+    A row has the seconds and bytes that one more layer of its kind adds.
     """
+    columns: tuple[str, ...] = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
     layers = []
     for name, layer in calibration.layers.items():
-        times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
-        working = max(layer.forward_working_bytes, layer.backward_working_bytes)
-        sizes = layer.kept_bytes, layer.kept_bytes_recomputing, working
-        layers.append((name, *map(_milliseconds, times), *map(bytes_text, sizes)))
-    times = (">forward\nms", ">backward\nms", ">recomputing\nms")
-    call, end = _milliseconds(calibration.compute_seconds), _milliseconds(calibration.end_seconds)
+        times = (layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds)
+        layers.append([name, *map(_milliseconds, times)])
+        if layer.kept_bytes is not None:
+            working = max(layer.forward_working_bytes, layer.backward_working_bytes)
+            sizes = (layer.kept_bytes, layer.kept_bytes_recomputing, working)
+            layers[-1] += map(bytes_text, sizes)
+    if len(layers[0]) > len(columns):
+        columns += (">kept", ">kept\nrecomputing", ">working")
+
+    call = _milliseconds(calibration.compute_seconds)
+    end = _milliseconds(calibration.end_seconds)
     lines = [
-        *table_lines(("one more", *times, ">kept", ">kept\nrecomputing", ">working"), layers),
+        *table_lines(columns, layers),
         f"call {call} ms; end of a step {end} ms; "
         f"matrix products {calibration.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
     ]
@@ -522,9 +493,11 @@ def table(calibration: Calibration) -> list[str]:
         if cost is None:
             lines.append(f"{kind} was not measured; plans use an assumed value")
             continue
-        parts = {"send": cost.send, "receive": cost.receive, "transfer": cost.transfer}
-        texts = [f"{name} {_milliseconds(x)} ms" for name, x in parts.items() if x is not None]
-        lines.append(f"{kind}: {', '.join(texts)}" + ", transfer assumed" * (cost.transfer is None))
+        transfer = "assumed"
+        if cost.transfer is not None:
+            transfer = f"{_milliseconds(cost.transfer)} ms"
+        send, receive = map(_milliseconds, (cost.send, cost.receive))
+        lines.append(f"{kind}: send {send} ms, receive {receive} ms, transfer {transfer}")
     for source, rate in calibration.fetches.items():
         lines.append(f"weights from {source}: {rate / 1e9:,.2f} GB/s")
     return lines
@@ -535,17 +508,32 @@ def _milliseconds(seconds: float) -> str:
 
 
 def calibrate(
-    config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank, *, can_cut: bool = True
+    config: RunConfig,
+    plan: Plan,
+    device: Device,
+    file: Path,
+    rank: Rank,
+    *,
+    can_cut: bool = True,
 ) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 
     `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
     """
-    own_device, models = torch.device(rank.device), models_of(config)
-    join_process_group(own_device, config.parallel.timeout_seconds)
+    own_device = torch.device(rank.device)
+    models = models_of(config)
+    timeout = config.parallel.timeout_seconds
+    join_process_group(own_device, timeout)
     rank.print_info(f"calibrating on {device.name}: loading layers")
     key = calibration_key(config, models, device)
-    calibrator = Calibrator(config, models, plan, own_device, key, can_cut=can_cut)
+    calibrator = Calibrator(
+        config,
+        models,
+        plan,
+        own_device,
+        key,
+        can_cut=can_cut,
+    )
     rounds = calibrator.warm_up(SECONDS)
     with ProgressBar("rounds", rounds, rank.console, "measurements") as progress:
         for done in range(rounds):
@@ -554,9 +542,8 @@ def calibrate(
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
     calibration = calibrator.finish()
     rank.progress.at(rounds, "fetching layers")
-    calibration = dataclasses.replace(
-        calibration, fetches=measure_fetches(config, plan, own_device)
-    )
+    fetches = measure_fetches(config.model.llm, plan, own_device, timeout)
+    calibration = dataclasses.replace(calibration, fetches=fetches)
     if rank.rank == 0:
         rank.print_info(*table(calibration))
         rank.print_info(f"written to {calibration.save(file)}")

@@ -11,6 +11,7 @@ compute.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.base.collectives import all_gather_object
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.model import LlmSection
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.stages import streamed_layers
@@ -52,13 +53,16 @@ class MessageCosts:
         device: torch.device,
         compute: Callable[[], None],
     ) -> None:
-        self._channels, self._messages, self._compute = channels, messages, compute
+        self._channels = channels
+        self._messages = messages
+        self._compute = compute
         self._synchronize = torch.get_device_module(device).synchronize
         self._stage = plan.ranks[dist.get_rank()].pipeline  # the first of this rank
         self._receives = self._stage % 2 == 1
         self._sends = not self._receives and self._stage + 1 < plan.pipeline
-        sender = self._stage - 1 if self._receives else self._stage
-        self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
+        sender = self._stage - self._receives
+        takes_part = self._sends or self._receives
+        self._echoes = takes_part and plan.first_trainable_stage <= sender
 
     def round(self) -> dict[str, float]:
         """Return seconds of a message of each kind, "send features" and so on; ECHO, one way, if
@@ -68,8 +72,10 @@ class MessageCosts:
         alone = self._stretch(None)
         for kind, message in self._messages.items():
             more = (self._stretch(message) - alone) / MESSAGES
-            if self._sends or self._receives:
-                seconds[f"{SEND if self._sends else RECEIVE} {kind}"] = more
+            if self._sends:
+                seconds[f"{SEND} {kind}"] = more
+            elif self._receives:
+                seconds[f"{RECEIVE} {kind}"] = more
             dist.barrier()
             if self._echoes:
                 seconds[f"{ECHO} {kind}"] = self._echo(message)
@@ -80,9 +86,9 @@ class MessageCosts:
         they arrived.
         """
         channels = self._channels
-        receives = [
-            _buffers(message) for _ in range(MESSAGES) if message is not None and self._receives
-        ]
+        receives = []
+        if message is not None and self._receives:
+            receives = [_buffers(message) for _ in range(MESSAGES)]
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
@@ -102,10 +108,11 @@ class MessageCosts:
 
     def _echo(self, message: Sequence[torch.Tensor]) -> float:
         channels = self._channels
-        ops = Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT
+        send = Instruction(Op.SEND_ACTIVATION, self._stage, 0)
+        receive = Instruction(Op.RECEIVE_GRADIENT, self._stage, 0)
         if self._receives:
-            ops = Op.SEND_GRADIENT, Op.RECEIVE_ACTIVATION
-        send, receive = (Instruction(op, self._stage, 0) for op in ops)
+            send = Instruction(Op.SEND_GRADIENT, self._stage, 0)
+            receive = Instruction(Op.RECEIVE_ACTIVATION, self._stage, 0)
         began = time.perf_counter()
         for _ in range(ECHOES):
             channels.post_receive(receive, _buffers(message))
@@ -124,33 +131,40 @@ def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(tensor) for tensor in message]
 
 
-def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict[str, float]:
+def measure_fetches(
+    llm: LlmSection,
+    plan: Plan,
+    device: torch.device,
+    timeout: int,
+) -> dict[str, float]:
     """Return bytes a second of the plan's source, by its name; none for a plan that streams
     nothing. Collective.
     """
     if plan.streaming is None:
         return {}
-    timeout, rank = config.parallel.timeout_seconds, dist.get_rank()
+    rank = dist.get_rank()
     replicas = replica_group(plan, rank, torch.device("cpu"), timeout)
     streamed = streamed_layers(plan, rank, device, replicas, timeout)
     assert streamed is not None
-    number = next((layer for stage in plan.ranks[rank].stages for layer in stage.streamed), 0)
+
+    # any layer that this rank streams
+    here = itertools.chain.from_iterable(stage.streamed for stage in plan.ranks[rank].stages)
+    number = next(here, 0)
     load_decoder_layers(
-        config.model.llm.path,
+        llm.path,
         number,
         number + 1,
         embedding=False,
         head=False,
-        dtype=DTYPES[config.model.llm.dtype],
+        dtype=DTYPES[llm.dtype],
         device=device,
         streamed=streamed,
         streamed_numbers=(number,),
     )
     layer = streamed.layers[number]
-    # the first one, which warms up, is left out
-    seconds = statistics.median(
-        [_seconds_of_fetch(streamed, layer) for _ in range(FETCHES + 1)][1:]
-    )
+    _seconds_of_fetch(streamed, layer)  # warms up
+    seconds = statistics.median(_seconds_of_fetch(streamed, layer) for _ in range(FETCHES))
+
     fetched = layer.bytes
     if plan.streaming.source == "peers":  # a rank keeps its own part
         fetched -= layer.bytes // plan.streaming.weight_shards

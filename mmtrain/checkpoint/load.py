@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UserError
@@ -20,7 +21,8 @@ from mmtrain.checkpoint.resume import find_init_from
 from mmtrain.checkpoint.step_folder import StepFolder, split
 from mmtrain.config.schema import RunConfig
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
+Readers = dict[str, Callable[[], Tensor]]  # by name, functions that read a tensor
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -72,9 +74,7 @@ def load_init_from(config: RunConfig, names: Collection[str]) -> Tensors:
     return _distribute(stored, all_gather_object(sorted(names)))
 
 
-def _distribute(
-    stored: Mapping[str, Callable[[], torch.Tensor]], wanted: list[list[str]]
-) -> Tensors:
+def _distribute(stored: Readers, wanted: list[list[str]]) -> Tensors:
     """Return this rank's wanted weights and their optimizer state, from rank 0's `stored`."""
     tensors: Tensors = {}
     rank = dist.get_rank()
@@ -98,7 +98,7 @@ def _distribute(
     return tensors
 
 
-def _opened(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+def _opened(file: Path) -> Readers:
     try:
         opened = safe_open(file, framework="pt")
     except SafetensorError as error:

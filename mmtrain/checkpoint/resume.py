@@ -35,8 +35,9 @@ from mmtrain.config.keys import OnResume, all_fields, declared_path, marked, sec
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.adapters import is_adapter
-from mmtrain.facts.model_files import Shape, read_header
+from mmtrain.facts.model_files import read_header
 from mmtrain.facts.models import models_of
+from mmtrain.facts.settings import Shape
 from mmtrain.facts.shapes import matches_any
 
 _log = logging.getLogger(__name__)

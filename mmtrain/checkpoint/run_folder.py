@@ -1,5 +1,4 @@
-"""A run's folder, run.dir/run.name: made for a new run, cut back to a checkpoint for one that goes
-on.
+"""A run's folder, run.dir/run.name: made for a new run, cut back to a checkpoint for a resumed one.
 
 The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off
 is kept in discarded.jsonl, with the step that the run went back to. Two runs are never mixed.

@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mmtrain.base.collectives import all_gather_object, gather_to_rank_0
 from mmtrain.base.durable import flush
 from mmtrain.base.errors import NonFiniteError, UserError
 from mmtrain.base.json_lines import recorded, without_nan
+from mmtrain.checkpoint.load import Tensors
 from mmtrain.checkpoint.run_folder import METRICS, RECORDS
 from mmtrain.checkpoint.step_folder import (
     FORMAT,
@@ -49,7 +51,6 @@ from mmtrain.plan.plan import Plan
 
 MAX_FAILURES = 3  # saves in a row that may fail, of a full disk for example, before the run ends
 PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
-Tensors = dict[str, torch.Tensor]
 
 
 def run_state(
@@ -109,9 +110,9 @@ class SaveResult:
 
 
 class Checkpointer:
-    """Saves in the background. Collective: construct it, and call `save`, on every rank; rank 0
-    writes.
+    """Writes checkpoints in the background, on rank 0.
 
+    Collective: construct it, and call `save`, on every rank.
     `contributes`: whether this rank's tensors belong into the checkpoint. `report` is called on
     rank 0 with the outcome of each save. `saved` is the step of the run's own checkpoint from which
     it resumes. Cost: the copy that is being written, 12 bytes a trained parameter.
@@ -365,12 +366,12 @@ class Checkpointer:
         return path in self._whole
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; the sum is faster, but may overflow."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     write_page([folder], folder / REPORT)
     new = [
         one
-        for one in read_run(folder).benchmarks
+        for one in read_run(folder).benchmarks.values()
         if (one.step, one.limit) == (checkpoint.step, options.limit)
     ]
     for task, metric, score, answers, step, _ in benchmark_rows(new):
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run the driver, whose libraries print into `log`, and return its last line. Raises UserError
+    """Run the driver and return its last line; its libraries print into `log`. Raises UserError
     where it fails.
     """
     last: dict[str, Any] = {}

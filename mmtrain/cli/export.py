@@ -62,7 +62,7 @@ EXITS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write what the options ask for; the exit code. Raises UserError."""
+    """Write what the options ask for and return the exit code. Raises UserError."""
     leave_out_gpu_kernels()  # models are compared on the CPU
     if options.push is not None:
         make_repository(options.push)  # before the long part

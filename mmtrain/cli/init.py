@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
         return
     name = options.name.removeprefix("example:")
     text = example_file(name).read_bytes()
-    out: Path = options.out or Path(f"{name}.yaml")
+    out = options.out or Path(f"{name}.yaml")
     try:
         with out.open("xb") as file:
             file.write(text)

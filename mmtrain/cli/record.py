@@ -105,8 +105,7 @@ def record_vision(options: argparse.Namespace) -> Recorded:
     from mmtrain.model.encoder.vision import model_class, stock_config
 
     folder = model_folder(options.vision)
-    config_json = encoder_config(folder)
-    family = encoder_settings(config_json, str(folder)).family
+    family = encoder_settings(encoder_config(folder), str(folder)).family
     facts = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     facts._attn_implementation = "sdpa"

@@ -30,7 +30,7 @@ ELEMENT = "*"  # stands in a key path for the number of a list's element
 
 
 class OnResume(enum.Enum):
-    """Whether a resumed run may have another value than the run that saved the checkpoint."""
+    """Rule for a key of a resumed run whose value differs from the checkpoint's."""
 
     FREE = (
         "how a run runs or where its files lie, not what it computes: "
@@ -44,7 +44,7 @@ class OnResume(enum.Enum):
 
 @dataclass(frozen=True)
 class EntersCalibration:
-    """Costs measured under another value of this key say nothing: a calibration is found by it."""
+    """Mark a key that costs depend on: a calibration counts for one value of it."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class InsteadOf:
 
 @dataclass(frozen=True)
 class NamesFiles:
-    """This key is a path, or a list of paths: `${NAME}` in it stands for an environment
-    variable.
-    """
+    """Mark a key that is a path, or a list of paths. `${NAME}` in it is an environment variable."""
 
     is_path: Callable[[str], bool] = lambda text: True  # where the key holds other texts, too
 
@@ -174,7 +172,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_sections(cls, content: Any) -> Any:
-        """Give a section that is null or left out no keys, so that errors name the keys that it
+        """Replace a needed section that is null or missing by {}, so that errors name the keys it
         lacks.
         """
         if content is None:

@@ -1,4 +1,4 @@
-"""What a run's ranks are: how many, what each holds, and where frozen weights are kept."""
+"""Keys of a run's ranks: how many there are, what each holds, and where frozen weights are kept."""
 
 from __future__ import annotations
 

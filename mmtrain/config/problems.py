@@ -78,7 +78,7 @@ def explain(
 
 
 def _meant(annotation: Any, value: Any, should: Sequence[str]) -> str:
-    """Begin a sentence, if possible with the right value most like a wrong one or its element."""
+    """Begin a sentence; where a valid value is near to a wrong one, with "did you mean ...?"."""
     takes_text = str in typing.get_args(annotation)
     if isinstance(value, str) and takes_text and should == [_SHOULD["tuple_type"]]:
         return f"did you mean [{escape(value, LONGEST_KEY)}]? It"
@@ -172,13 +172,13 @@ def _with_lists(value: Any) -> Any:
 
 @functools.cache
 def answers() -> dict[str, str]:
-    """Return for each key of another program what follows "here" in the message."""
+    """Return the messages about keys of other programs, by key: each follows the word "here"."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return {name: entry["here"] for entry in table for name in entry["keys"].split()}
 
 
 def answer_to(path: Path) -> str | None:
-    """Return what is set here instead of an unknown key, in whatever section it is."""
+    """Return the message about a key of another program, in any section; None for other keys."""
     names = [name.lstrip("-").replace("-", "_").lower() for name in path]
     # eval: {batch_size: 4}, then batch_size
     return answers().get("_".join(names[-2:])) or answers().get(names[-1])

@@ -21,8 +21,8 @@ MAX_DEPTH = 32  # configurations have 5
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without tags, anchors and aliases, whose mappings have each key once and text keys
-    only.
+    """SafeLoader that refuses tags, anchors and aliases, keys given twice and keys that are no
+    text.
     """
 
     depth = 0
@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Content of a YAML file; raises UserError naming the file, and the line of a mistake."""
+    """Return the content of a YAML file. Raises UserError with file and line of a mistake."""
     try:
         text = read_limited(path, MAX_BYTES, "a configuration").decode("utf-8")
     except FileNotFoundError:

@@ -29,7 +29,7 @@ SHIPPED = Path(__file__).parent / "chat_templates"
 
 
 def is_template_file(value: str) -> bool:
-    """Whether data.template names a file: it is neither a template's name nor its text."""
+    """Tell whether data.template names a file: it is neither a template's name nor its text."""
     return value.endswith(".jinja") and "{{" not in value and "{%" not in value
 
 

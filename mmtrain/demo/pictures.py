@@ -43,7 +43,7 @@ SHARES: dict[Use, float] = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
 
 
 class Scans:
-    """The digits that belong to one use, by the digit they show."""
+    """The digits of one use, by the digit they show."""
 
     def __init__(self, use: Use) -> None:
         """Raises UserError without scikit-learn, whose package holds the scans: nothing is
@@ -58,23 +58,22 @@ class Scans:
             ) from None
         scans = load_digits()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(scans.target))
-        uses = list(SHARES)
         edges = np.cumsum([0.0, *SHARES.values()]) * len(order)
-        begin = edges[uses.index(use)].round()
-        end = edges[uses.index(use) + 1].round()
-        self.indices = order[int(begin) : int(end)]
+        place = list(SHARES).index(use)
+        begin, end = edges[place : place + 2].round().astype(int)
+        self.indices = order[begin:end]
         pixels = np.rint(scans.images[self.indices] * (255 / 16)).astype(np.uint8)
-        targets = scans.target[self.indices]
+        digits = scans.target[self.indices]
         self._by_digit = [
-            [Image.fromarray(scan) for scan in pixels[targets == digit]] for digit in range(DIGITS)
+            list(map(Image.fromarray, pixels[digits == digit])) for digit in range(DIGITS)
         ]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def ink(self, digit: int, draw: random.Random) -> Image.Image:
-        """A CELL x CELL mask, 255 where there is ink: some scan of `digit`, enlarged, turned and
-        shifted a little.
+        """Return a CELL x CELL mask, 255 where there is ink: a scan of `digit`, enlarged, turned
+        and shifted a little.
         """
         side = draw.randint(22, 28)
         scan = draw.choice(self._by_digit[digit]).resize((side, side), Image.Resampling.BICUBIC)
@@ -101,8 +100,8 @@ def paint(scene: Scene, scans: Scans, draw: random.Random) -> Image.Image:
 
 
 def lay(note: Image.Image, draw: random.Random) -> tuple[Image.Image, int]:
-    """Lay a painted scene on a wide empty sheet, where one tile holds all of it: the sheet, and
-    which tile that is.
+    """Lay a painted scene on a wide empty sheet; return the sheet and the one tile that holds all
+    of it.
     """
     sheet = Image.new(
         "RGB", (SHEET_TILES * SIZE, SIZE), tuple(draw.randint(0, GROUND) for _ in range(3))

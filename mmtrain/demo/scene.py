@@ -31,7 +31,8 @@ def draw_scene(draw: random.Random) -> Scene:
     """Draw a scene: cells are empty with probability EMPTY_SHARE, digits and colours uniform."""
     cells = []
     for _ in range(CELLS):
-        is_empty = draw.random() < EMPTY_SHARE
-        item = None if is_empty else Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
+        item = None
+        if draw.random() >= EMPTY_SHARE:
+            item = Item(draw.randrange(DIGITS), draw.randrange(COLOURS))
         cells.append(item)
     return tuple(cells)

@@ -15,8 +15,26 @@ from dataclasses import replace
 
 from mmtrain.demo.scene import CELLS, DIGITS, Item, Scene
 
-DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLOUR_WORDS = ("red", "green", "blue", "yellow", "white", "pink")
+DIGIT_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+)
+COLOUR_WORDS = (
+    "red",
+    "green",
+    "blue",
+    "yellow",
+    "white",
+    "pink",
+)
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
 ASK = (
@@ -45,8 +63,8 @@ def describe(scene: Scene) -> str:
 
 
 def converse(scene: Scene, draw: random.Random) -> Turns:
-    """A conversation about a scene, in LLaVA's roles: a description, or one to three questions
-    about places.
+    """Return a conversation about a scene in LLaVA's roles: a description, or one to three
+    questions about places.
     """
     if draw.random() < DESCRIBE_SHARE:
         return (("human", draw.choice(DESCRIBE)), ("gpt", describe(scene)))
@@ -57,8 +75,8 @@ def converse(scene: Scene, draw: random.Random) -> Turns:
 
 
 def ask_next(scene: Scene, draw: random.Random) -> Turns:
-    """One to three questions about the digit that follows the one at a place; after nine comes
-    zero.
+    """Return one to three questions about the digit that follows the one at a place; after nine
+    comes zero.
     """
 
     def answer(cell: int) -> str:
@@ -69,7 +87,7 @@ def ask_next(scene: Scene, draw: random.Random) -> Turns:
 
 
 def ask_reversed(draw: random.Random) -> Turns:
-    """Three items to say in the reverse order, one of 216,000 lists."""
+    """Return a question with three items to say in the reverse order, one of 216,000 lists."""
     items = [
         name(Item(draw.randrange(DIGITS), draw.randrange(len(COLOUR_WORDS)))) for _ in range(3)
     ]
@@ -80,7 +98,7 @@ def ask_reversed(draw: random.Random) -> Turns:
 def _ask(
     cells: list[int], questions: tuple[str, ...], answer: Callable[[int], str], draw: random.Random
 ) -> Turns:
-    """Questions about one to three of `cells`, of any where there are none."""
+    """Return questions about one to three of `cells`, or of all cells where it is empty."""
     cells = cells or list(range(CELLS))
     turns = []
     for cell in draw.sample(cells, min(len(cells), draw.choice((1, 1, 2, 3)))):

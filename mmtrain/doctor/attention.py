@@ -41,8 +41,9 @@ def attention(folder: Path) -> str:
     expected = separate(borders, *(state.float() for state in states))
     difference = max(distance(ours, alone) for ours, alone in zip(results, expected, strict=True))
     backend = describe_backends([backends])[1][0].removeprefix("attention: ")
-    name = str(dtype).removeprefix("torch.")
-    text = f"{backend}; in {name} {difference:.1e} off separate documents"
+    text = (
+        f"{backend}; in {str(dtype).removeprefix('torch.')} {difference:.1e} off separate documents"
+    )
     if not difference <= TOLERANCES[dtype]:
         raise FailedError(
             f"{text}, at most {TOLERANCES[dtype]:g} is rounding",
@@ -87,8 +88,8 @@ def separate(borders: Sequence[int], *states: torch.Tensor) -> list[torch.Tensor
 
 
 def _states(seed: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query (1, H, L, D), key and value (1, K, L, D), and the gradient (1, L, H, D) of the
-    output.
+    """Return query (1, H, L, D), key and value (1, K, L, D), and the output's gradient (1, L, H,
+    D).
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, TOKENS, HEAD_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]

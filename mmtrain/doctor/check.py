@@ -38,7 +38,7 @@ COMPARE = (
 
 
 class FailedError(Exception):
-    """The text says what was seen and what is needed, `remedy` what to do."""
+    """A check failed. The text says what was seen and what is needed, `remedy` what to do."""
 
     def __init__(self, text: str, remedy: str) -> None:
         super().__init__(text)
@@ -46,12 +46,12 @@ class FailedError(Exception):
 
 
 class SkippedError(Exception):
-    """The text says why the check cannot be made here."""
+    """A check cannot be made here. The text says why."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`function` is "module:name", `purpose` what passing it proves."""
+    """A check of the machine: `function` is "module:name", `purpose` what passing it proves."""
 
     name: str
     function: str
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended. `remedy` is empty where there is none, or the text has it."""
+    """The end of a check. `remedy` is empty where there is none, or the text has it."""
 
     state: Literal["ok", "failed", "skipped"]
     text: str

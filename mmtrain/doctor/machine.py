@@ -117,7 +117,7 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
         if variables.get(variable, "").strip() == value:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
-        names = ", ".join(TORCHRUN_VARIABLES)
         yield (
-            f"{names} are set: mmtrain train would act as a rank that torchrun started; unset RANK"
+            f"{', '.join(TORCHRUN_VARIABLES)} are set: mmtrain train would act as a rank that "
+            "torchrun started; unset RANK"
         )

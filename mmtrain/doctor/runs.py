@@ -68,8 +68,8 @@ def pipeline(folder: Path) -> str:
 
 
 def streaming(folder: Path) -> str:
-    """Compare the losses of a run that fetches each decoder layer from the host with those of one
-    that holds them.
+    """Compare the losses of a run that streams its decoder layers with those of one that keeps
+    them.
     """
     return _compare(folder, "streaming", "parallel.pipeline=1", "parallel.streamed_layers=4")
 
@@ -111,7 +111,7 @@ def run_demo(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def losses_of(run: Path) -> list[float]:
-    """Loss of each step, in nats per supervised token."""
+    """Return the loss of each step, in nats per supervised token."""
     return [record["loss"] for record in recorded(run / METRICS, "train")]
 
 

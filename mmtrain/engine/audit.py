@@ -23,14 +23,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few
 from mmtrain.config.model import ModelSection
 from mmtrain.data.stream.images import image_transform
-from mmtrain.engine.optimizer import NAMES_SHOWN, NoOpOptimizer
+from mmtrain.engine.optimizer import NAMES_SHOWN
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.families import llm_config
-from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.model_files import model_config, model_folder
 from mmtrain.facts.vision_files import is_timm_name
 from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.model.weights.fingerprint import fingerprint
-from mmtrain.model.weights.streaming import StreamedLayer
 from mmtrain.plan.plan import Plan, RankPlan
 
 SWALLOWED = 0.01  # of AdamW's eps: gradients below it make a hundredth of a step
@@ -39,7 +38,7 @@ IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class AuditError(RuntimeError):
-    """A run's tensors are not as the plan says; the message names rank and tensor."""
+    """Raised where a run's tensors are not as its plan says; the message names rank and tensor."""
 
 
 class RankAudit:
@@ -62,9 +61,8 @@ class RankAudit:
     ) -> None:
         self.plan = plan
         self._optimizer = optimizer
-        self.optimizer = type(optimizer).__name__
-        if isinstance(optimizer, NoOpOptimizer):
-            self.optimizer = "NoOp"
+        # as plans call it: NoOp where nothing trains
+        self.optimizer = type(optimizer).__name__.removesuffix("Optimizer")
         self.masters = masters
         self.stored: dict[str, Tensor] = {}
         self.frozen: dict[str, Tensor] = {}
@@ -74,7 +72,7 @@ class RankAudit:
                 tensors[name] = parameter
         self._check_plan(stages, optimizer)
 
-        self._buffers: dict[str, str] = {}
+        self._buffers = {}
         for number, stage in stages.items():
             self._buffers |= {name: fingerprint(b) for name, b in stage.layer_buffers()}
             saved = set(stage.state_dict())
@@ -82,15 +80,15 @@ class RankAudit:
                 if name in saved:
                     self.frozen[f"stage {number} {name}"] = buffer
 
-        self._layers: Mapping[int, StreamedLayer] = {}
-        self._in_files: dict[str, str] = {}  # fingerprints of streamed weights
+        self._layers = {}
+        self._in_files = {}  # fingerprints of streamed weights
         self._streamed = streamed_of(stages.values())
         if self._streamed is not None:
             self._layers = self._streamed.layers
         for layer in self._layers.values():
             self._in_files |= zip(layer.names, layer.loaded, strict=True)
 
-        self.before: dict[str, str] = {}
+        self.before = {}
         self._note_start()
 
     def _note_start(self) -> None:
@@ -110,7 +108,7 @@ class RankAudit:
         """Yield name, tensor and fingerprint of all tensors, those of streamed layers while the
         layer is whole.
         """
-        for name, tensor in {**self.frozen, **self.masters}.items():
+        for name, tensor in (*self.frozen.items(), *self.masters.items()):
             if name not in self._in_files:
                 yield name, tensor, fingerprint(tensor)
         for number in self._layers:
@@ -122,7 +120,11 @@ class RankAudit:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_plan(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
+    def _check_plan(
+        self,
+        stages: Mapping[int, Stage],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         named = set(map(id, self.stored.values()))
         for stage in stages.values():
             for parameter in stage.parameters():
@@ -264,9 +266,15 @@ class RankAudit:
         return 0 < state["exp_avg_sq"].max().sqrt() < limit
 
 
-def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
-    lines = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(names))
-    return hashlib.sha256(lines.encode()).hexdigest()
+def _combined(
+    fingerprints: Mapping[str, str],
+    names: Collection[str],
+) -> str:
+    return _digest(f"{name} {fingerprints[name]}" for name in sorted(names))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
@@ -278,7 +286,7 @@ def model_fingerprint(ranks: Iterable[Mapping[str, str]]) -> str:
     parameters = set()
     for by_name in ranks:
         parameters.update(by_name.values())
-    return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
+    return _digest(sorted(parameters))
 
 
 def settings_fingerprint(model: ModelSection) -> str:
@@ -290,9 +298,9 @@ def settings_fingerprint(model: ModelSection) -> str:
     if model.vision is not None:
         vision = name = model.vision.name
         if not is_timm_name(name):
-            vision = read_json(model_folder(name) / "config.json")
+            vision = model_config(model_folder(name))
         settings += [vision, asdict(image_transform(name))]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return _digest([json.dumps(settings, sort_keys=True)])
 
 
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
@@ -313,7 +321,13 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
+def write_audit(
+    path: Path,
+    plan: Plan,
+    records: Sequence[dict[str, Any]],
+    *,
+    learns: bool,
+) -> str:
     """Compare replicas and write `audit.json` with every rank's record; return the result in one
     sentence.
 
@@ -353,8 +367,10 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
         "data": plan.data,
         "passed": not failures,
         "failures": failures,
+        "result": result,
+        "ranks": records,
     }
-    write_whole(path, json.dumps({**content, "result": result, "ranks": records}, indent=2) + "\n")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
     return result

@@ -1,5 +1,4 @@
-"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in
-words.
+"""Report a step with a loss or gradient that is NaN or infinite, as a record and in words.
 
 Losses of micro-batches are known where the head is, keys of samples where data are read, gradients
 where something trains. Each rank reports its part; the reports of all ranks make one record, a line
@@ -26,7 +25,7 @@ from mmtrain.base.collectives import all_gather_object
 from mmtrain.base.errors import UnrecordedError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape, first_few
-from mmtrain.engine.statistics import Statistics
+from mmtrain.engine.statistics import Slot, Statistics
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in a message: the record has all
 
@@ -35,11 +34,11 @@ def report_bad_step(
     step: int,
     sums: Statistics,
     trainable: Mapping[str, torch.nn.Parameter],
-    losses: Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]],
-    keys: Mapping[tuple[int, int], tuple[str, ...]],
+    losses: Mapping[Slot, tuple[torch.Tensor, torch.Tensor]],
+    keys: Mapping[Slot, tuple[str, ...]],
     file: Path | None,
 ) -> str:
-    """Join what all ranks know; rank 0 appends the record to `file`. Return it in words.
+    """Join the reports of all ranks; return them in words. Rank 0 appends the record to `file`.
     Collective.
 
     `trainable` are this rank's, with reduced gradients; `losses` is (loss sum in nats, supervised
@@ -69,15 +68,14 @@ def report_bad_step(
 
     microbatches = []
     for slot, (loss, supervised) in sorted(all_losses.items()):
-        microbatches.append(
-            {
-                "replica": slot[0],
-                "microbatch": slot[1],
-                "loss": loss / supervised if supervised else None,
-                "supervised_tokens": supervised,
-                "keys": list(all_keys[slot]),
-            }
-        )
+        microbatch = {
+            "replica": slot[0],
+            "microbatch": slot[1],
+            "loss": loss / supervised if supervised else None,
+            "supervised_tokens": supervised,
+            "keys": list(all_keys[slot]),
+        }
+        microbatches.append(microbatch)
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,

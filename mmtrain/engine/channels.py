@@ -36,6 +36,7 @@ from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import ranks_of
 
 NO_DATA = -1
+Sends = list[tuple[dist.Work, Tensor]]  # each tensor is kept until it is sent
 
 
 class _Channel(NamedTuple):
@@ -43,7 +44,9 @@ class _Channel(NamedTuple):
     peer: int
 
     def post(
-        self, operation: Callable[..., dist.Work], tensors: Sequence[Tensor]
+        self,
+        operation: Callable[..., dist.Work],
+        tensors: Sequence[Tensor],
     ) -> list[dist.Work]:
         by_nccl = dist.get_backend(self.group) == "nccl"
         works = []
@@ -56,15 +59,20 @@ class _Channel(NamedTuple):
 
 
 class Channels:
-    """All channels of one rank, on which it sends and receives as instructions say. Collective:
-    make it on every rank.
+    """The channels on which one rank sends and receives. Collective: make it on every rank.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step.
     Receives are posted ahead and taken later.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> None:
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        timeout_seconds: int,
+    ) -> None:
+        self._sends: Sends = []
         # by what posted the receive
         self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
         # by source, destination (pipeline ranks) and kind
@@ -87,9 +95,10 @@ class Channels:
 
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one
         # order for all.
+        own = plan.ranks[rank].pipeline
         for (source, _, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
-            operation = dist.isend if source == plan.ranks[rank].pipeline else dist.irecv
+            operation = dist.isend if source == own else dist.irecv
             _wait_for(channel.post(operation, probe))
 
     def _message(self, x: Instruction) -> Message:
@@ -104,7 +113,11 @@ class Channels:
         channel = self._channels[self._message(x).channel]
         self._sends += zip(channel.post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, x: Instruction, tensors: list[Tensor]) -> None:
+    def post_receive(
+        self,
+        x: Instruction,
+        tensors: list[Tensor],
+    ) -> None:
         channel = self._channels[self._message(x).channel]
         self._awaited[x] = channel.post(dist.irecv, tensors), tensors
 
@@ -118,13 +131,17 @@ class Channels:
         return [receive for receive in self._awaited if receive.op is op]
 
     def wait_for_sends(self) -> None:
-        _wait_for(work for work, _ in self._sends)
-        self._sends = []
+        _finish(self._sends)
 
 
 def _wait_for(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+def _finish(sends: Sends) -> None:
+    _wait_for(work for work, _ in sends)
+    sends.clear()
 
 
 class Encoded(NamedTuple):
@@ -136,7 +153,7 @@ class Encoded(NamedTuple):
 
 
 class _Ahead:
-    """Micro-batches that are begun and not yet used, by their number in the step."""
+    """Micro-batches that have begun and are not yet used, by their number in the step."""
 
     def __init__(self) -> None:
         self.batches: dict[int, PackedBatch] = {}  # rank 0
@@ -189,7 +206,7 @@ class ChainLink:
         if not self._is_alone:
             self._group = own_group(replicas, rank, torch.device("cpu"), timeout_seconds)
 
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: Sends = []
         self._of_training = _Ahead()
         self._now = _Ahead()
         self._trains = True
@@ -210,14 +227,13 @@ class ChainLink:
             (self._now.received[x.microbatch],) = self._channels.take(x)
         while self._to_read:
             self._read_count()
-        _wait_for(work for work, _ in self._sent)
-        self._sent = []
+        _finish(self._sent)
         self._waited()
         if self._trains:
             self._of_training = self._now.after(microbatches)
 
     def load(self, microbatch: int, batch: PackedBatch | None) -> None:
-        """Take a micro-batch that rank 0 has read; None: there is none."""
+        """Take a micro-batch that rank 0 has read, or None at the end of the data."""
         tiles = NO_DATA
         grids = ()
         if batch is not None:
@@ -260,7 +276,7 @@ class ChainLink:
             self._channels.send(x, [made.contiguous()])
 
     def receive(self, x: Instruction) -> None:
-        """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
+        """Post the receive of this rank's input: of its slice, or of stage 0's FORWARD."""
         while x.microbatch not in self._now.tiles:
             self._read_count()
             self._waited()
@@ -268,7 +284,12 @@ class ChainLink:
         if tiles > 0:
             vision = self._stage.vision
             shape = vision.hidden_shape if self._rank else vision.feature_shape
-            room = torch.empty(tiles, *shape, dtype=vision.dtype, device=self._device)
+            room = torch.empty(
+                tiles,
+                *shape,
+                dtype=vision.dtype,
+                device=self._device,
+            )
             self._channels.post_receive(x, [room])
 
     def take(self, microbatch: int) -> Encoded:

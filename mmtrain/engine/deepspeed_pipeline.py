@@ -51,7 +51,9 @@ def deepspeed_engine(
     # DeepSpeed's partitioner sees one layer a rank and has nothing to decide.
     layer = LayerSpec(nn.ModuleDict, {str(number): stage for number, stage in stages.items()})
     module = PipelineModule(
-        [layer] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+        [layer] * plan.pipeline,
+        num_stages=plan.pipeline,
+        partition_method="uniform",
     )
     module.eval()
     settings = {

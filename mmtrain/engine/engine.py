@@ -31,7 +31,7 @@ from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import expected_batch, warm_up
-from mmtrain.engine.statistics import RankSums, Statistics, StepResult
+from mmtrain.engine.statistics import COUNTS, RankSums, Slot, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
@@ -72,8 +72,8 @@ class FrozenPipelineEngine:
         packs = config.train.packs_per_microbatch
         self._deepspeed = deepspeed_engine(packs, plan, stages, self.optimizer)
         self.device: torch.device = self._deepspeed.device
-        self.stage_id: int = self._deepspeed.stage_id
-        self.global_rank: int = self._deepspeed.global_rank
+        self.stage_id = self._deepspeed.stage_id
+        self.global_rank = self._deepspeed.global_rank
         self._replica = plan.ranks[self.global_rank].data
         self._groups = parameter_groups(config.optimizer, self.trainable)
         self._config = config
@@ -108,27 +108,31 @@ class FrozenPipelineEngine:
         self._dtype = first.dtype
         self._shape = (packs, config.data.pack_length, first.language.hidden_size)
 
-        self._replicas = replica_group(
-            plan, self.global_rank, self.device, config.parallel.timeout_seconds
-        )
+        timeout_seconds = config.parallel.timeout_seconds
+        self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
         if warms_up is None:
             warms_up = self.device.type == "cuda"
         if warms_up:
-            first_trainable = plan.first_trainable_stage
             batch = expected_batch(config, models)
-            warm_up(batch, self.stages, self.weights, first_trainable, self.device)
+            warm_up(
+                batch,
+                self.stages,
+                self.weights,
+                plan.first_trainable_stage,
+                self.device,
+            )
         self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
-        self._connect(first)
+        self._connect(first, timeout_seconds)
         self._begin(None, trains=True)
 
-    def _connect(self, first: Stage) -> None:
+    def _connect(self, first: Stage, timeout_seconds: int) -> None:
         """Open the channels and start the clock, which streamed layers tell of their waits."""
-        timeout_seconds = self._config.parallel.timeout_seconds
-        self._channels = Channels(self.plan, self.global_rank, self.device, timeout_seconds)
+        rank = self.global_rank
+        self._channels = Channels(self.plan, rank, self.device, timeout_seconds)
         self.clock = StepClock(self.device, self._held_bytes())
         self._link = ChainLink(
             self.plan,
-            self.global_rank,
+            rank,
             first,
             self._channels,
             self.clock.waited,
@@ -149,7 +153,7 @@ class FrozenPipelineEngine:
         """Whether anything in the run trains with a learning rate above 0."""
         names = itertools.chain.from_iterable(rank.trainable_names for rank in self.plan.ranks)
         groups = parameter_groups(self._config.optimizer, names)
-        return any(group.lr > 0 and group.parameters for group in groups)
+        return any(group.parameters for group in groups if group.lr > 0)
 
     def _held_bytes(self) -> int:
         """Return the bytes of this rank's weights and optimizer, each tensor counted once."""
@@ -165,7 +169,10 @@ class FrozenPipelineEngine:
         self._wants_stop = True
 
     def train_step(
-        self, batches: Iterator[PackedBatch] | None, *, wants_save: bool = False
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        wants_save: bool = False,
     ) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads
         them from `batches`.
@@ -184,7 +191,11 @@ class FrozenPipelineEngine:
         self.step_index += 1
         return self._result
 
-    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
+    def evaluate(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        microbatches: int,
+    ) -> Statistics:
         """Forward `microbatches` micro-batches on each replica and return the sums over all; stage
         0 reads `batches`.
 
@@ -203,22 +214,31 @@ class FrozenPipelineEngine:
         self._run_schedule(schedule, microbatches)
         return self._statistics
 
-    def _begin(self, batches: Iterator[PackedBatch] | None, *, trains: bool) -> None:
+    def _begin(
+        self,
+        batches: Iterator[PackedBatch] | None,
+        *,
+        trains: bool,
+    ) -> None:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
-        self._input: dict[tuple[int, int], Tensor] = {}
-        self._output: dict[tuple[int, int], Tensor | GradientEdge] = {}
-        self._integers: dict[tuple[int, int], Tensor] = {}
+        self._input: dict[Slot, Tensor] = {}
+        self._output: dict[Slot, Tensor | GradientEdge] = {}
+        self._integers: dict[Slot, Tensor] = {}
         self._sums = RankSums(self.device)
         # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
         # keys of the samples.
-        self._losses: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._losses: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[Slot, tuple[str, ...]] = {}
         self.predicted = {}
         self.clock.begin()
 
-    def _run_schedule(self, schedule: Schedule, microbatches: int) -> None:
+    def _run_schedule(
+        self,
+        schedule: Schedule,
+        microbatches: int,
+    ) -> None:
         """Run lists that use `microbatches`; a prelude uses none."""
         # the first one: something may still wait for the whole device
         if not self._posts_ahead[self.is_training]:
@@ -285,7 +305,11 @@ class FrozenPipelineEngine:
 
     def _receive_activation(self, x: Instruction) -> None:
         integers = torch.empty((self._integer_rows, *self._shape[:2]), dtype=torch.int64)
-        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        hidden = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [integers, hidden])
 
     def _forward(self, x: Instruction) -> None:
@@ -342,7 +366,11 @@ class FrozenPipelineEngine:
             self._output[key] = get_gradient_edge(hidden)
 
     def _receive_gradient(self, x: Instruction) -> None:
-        gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        gradient = torch.empty(
+            self._shape,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._channels.post_receive(x, [gradient])
 
     def _backward(self, x: Instruction) -> None:
@@ -377,7 +405,10 @@ class FrozenPipelineEngine:
         rates = {}
         for group in self._groups:
             rates[group.name] = learning_rate(
-                self.step_index, config.train.max_steps, config.optimizer, group.lr
+                self.step_index,
+                config.train.max_steps,
+                config.optimizer,
+                group.lr,
             )
         norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
         loss = None
@@ -398,22 +429,20 @@ class FrozenPipelineEngine:
         lr = rates.pop(REST)
         self._result = StepResult(
             step=self.step_index,
-            epoch=int(sums.epoch),
             loss=loss,
             grad_norm=norm,
             lr=lr,
             lr_groups=rates,
-            samples=int(sums.samples),
-            images=int(sums.images),
-            tiles=int(sums.tiles),
-            tokens=int(sums.tokens),
-            supervised_tokens=int(sums.supervised_tokens),
-            quarantined=int(sums.quarantined),
+            **{name: int(getattr(sums, name)) for name in COUNTS},
             no_update=no_update,
             ranks=self._rank_seconds,
         )
 
-    def _update(self, rates: Mapping[str, float], scale: float) -> None:
+    def _update(
+        self,
+        rates: Mapping[str, float],
+        scale: float,
+    ) -> None:
         """Scale the gradients, note which are not zero, and step with each group's rate."""
         for parameter in self.trainable.values():
             parameter.grad.mul_(scale)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
@@ -34,21 +34,25 @@ class NoOpOptimizer(torch.optim.SGD):
 
 
 class MasterWeights:
-    """fp32 masters of what trains, `by_name`, and their `optimizer`: gradients add up in them,
-    checkpoints hold them.
+    """fp32 masters of the trained weights, `by_name`, with their `optimizer`. They collect
+    gradients and go into checkpoints.
 
     bf16's rounding would swallow most updates of lr 1e-3. So each micro-batch's gradient is added
     to its master's in fp32, and after an update a parameter stored in bf16 becomes its master,
     rounded. One in fp32 is its own master.
     """
 
-    def __init__(self, stored: Mapping[str, torch.nn.Parameter], config: OptimizerSection) -> None:
-        self.by_name: dict[str, torch.nn.Parameter] = {}
+    def __init__(
+        self,
+        stored: Mapping[str, nn.Parameter],
+        config: OptimizerSection,
+    ) -> None:
+        self.by_name: dict[str, nn.Parameter] = {}
         self._pairs = []
         for name, parameter in stored.items():
             master = parameter
             if parameter.dtype != torch.float32:
-                master = torch.nn.Parameter(parameter.detach().to(torch.float32))
+                master = nn.Parameter(parameter.detach().to(torch.float32))
                 hand_over = functools.partial(_hand_over_gradient, master)
                 parameter.register_post_accumulate_grad_hook(hand_over)
                 self._pairs.append((parameter, master))
@@ -67,7 +71,11 @@ class MasterWeights:
             if replicas is not None:
                 dist.all_reduce(master.grad, group=replicas)
 
-    def squared_norm(self, replicas: int, device: torch.device) -> Tensor:
+    def squared_norm(
+        self,
+        replicas: int,
+        device: torch.device,
+    ) -> Tensor:
         """Return this rank's share of the gradient's squared L2 norm, float64; `replicas` hold the
         same gradient.
         """
@@ -96,7 +104,11 @@ class MasterWeights:
                     tensors[f"{name}/{part}"] = self.optimizer.state[master][part]
         return tensors
 
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    def load(
+        self,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> None:
         """Load copies of master weights, by name, and of their `optimizer_state()` (empty: no
         update yet).
 
@@ -129,7 +141,10 @@ class MasterWeights:
         self.write_back()
 
 
-def _hand_over_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
+def _hand_over_gradient(
+    master: nn.Parameter,
+    parameter: Tensor,
+) -> None:
     gradient = parameter.grad.to(torch.float32)
     if master.grad is None:
         master.grad = gradient
@@ -139,7 +154,8 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: Tensor) -> None:
 
 
 def make_optimizer(
-    trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+    trainable: Mapping[str, nn.Parameter],
+    config: OptimizerSection,
 ) -> torch.optim.Optimizer:
     """Make the run's optimizer over this rank's master weights, or a NoOpOptimizer if there are
     none.
@@ -159,7 +175,12 @@ def make_optimizer(
     return optimizer_of(config).make(groups, config)
 
 
-def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
+def learning_rate(
+    step: int,
+    max_steps: int,
+    config: OptimizerSection,
+    peak: float,
+) -> float:
     """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to
     `peak`; then `schedule`.
 
@@ -188,6 +209,4 @@ def clip_coefficient(norm: float, limit: float | None) -> float:
     """Return the factor that brings a gradient of this global norm to at most `limit` (as torch's
     clip_grad_norm_).
     """
-    if limit is None:
-        return 1.0
-    return min(1.0, limit / (norm + 1e-6))
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -26,7 +26,10 @@ MAX_CTAS = 8
 NEVER = timedelta(days=365)
 
 
-def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+def join_process_group(
+    device: torch.device,
+    timeout_seconds: int,
+) -> None:
     """Join the job described by the launcher's environment, as the default group, on this rank's
     device.
     """
@@ -45,7 +48,10 @@ def backend_name(device: torch.device) -> str:
 
 
 def own_group(
-    groups: Sequence[Sequence[int]], rank: int, device: torch.device, timeout_seconds: int
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make all `groups`, for tensors on `device`, and return the one with `rank`. Collective, in
     one order.
@@ -65,7 +71,11 @@ def replica_ranks(plan: Plan, replica: int) -> Sequence[int]:
 
 
 def replica_group(
-    plan: Plan, rank: int, device: torch.device, timeout_seconds: int, size: int | None = None
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    timeout_seconds: int,
+    size: int | None = None,
 ) -> dist.ProcessGroup | None:
     """Return the group of `size` replicas (None: all) with the stages of `rank`; None with one
     replica. Collective.
@@ -80,14 +90,21 @@ def replica_group(
 
 
 def channel_group(
-    ranks: Sequence[int], device: torch.device, timeout_seconds: int
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout_seconds: int,
 ) -> dist.ProcessGroup:
     """Make the group of two ranks that send each other tensors on `device`. Collective, in one
     order.
     """
     if device.type != "cuda":
-        return dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout_seconds))
+        return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER  # torch warns where the group's timeout differs
     options.config.max_ctas = MAX_CTAS
-    return dist.new_group(sorted(ranks), timeout=NEVER, backend="nccl", pg_options=options)
+    return dist.new_group(
+        ranks,
+        timeout=NEVER,
+        backend="nccl",
+        pg_options=options,
+    )

@@ -23,7 +23,11 @@ from mmtrain.model.stage import Stage
 from mmtrain.plan.costs import typical_tiling, workload
 
 
-def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
+def expected_batch(
+    config: RunConfig,
+    models: Models,
+    seed: int = 0,
+) -> PackedBatch:
     """Return a micro-batch on the CPU as the planner expects it: documents of one image, if any,
     and text; padding.
 
@@ -34,19 +38,21 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     packs = config.train.packs_per_microbatch
     length = config.data.pack_length
     tiling = typical_tiling(config.data, models.layout)
-    image_tokens = 0
-    if tiling is not None:
-        image_tokens = tiling.positions
+    image_tokens = 0 if tiling is None else tiling.positions
     document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
     per_pack = max(1, length // document_tokens)
     documents = packs * per_pack
-    supervised = max(
-        1, round(workload(config.train, config.data, models.layout).supervised / documents)
-    )
+    expected = workload(config.train, config.data, models.layout)
+    supervised = max(1, round(expected.supervised / documents))
 
     # each document: the image, then text, whose last tokens are supervised
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
+    input_ids = torch.randint(
+        0,
+        models.llm.vocab_size,
+        (packs, length),
+        generator=generator,
+    )
     labels = torch.full((packs, length), IGNORE)
     for begin in range(0, per_pack * document_tokens, document_tokens):
         last = begin + document_tokens - 1  # predicts nothing
@@ -59,7 +65,13 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         tilings = (tiling,) * documents
         size = models.vision.image_size
         shape = tiling.tiles * documents, 3, size, size
-        tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        tiles = torch.randint(
+            0,
+            256,
+            shape,
+            dtype=torch.uint8,
+            generator=generator,
+        )
 
     batch = PackedBatch(
         input_ids,
@@ -79,8 +91,12 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     return batch
 
 
-def _in_pack(positions: Tensor, documents: int, length: int) -> Tensor:
-    """Repeat a document's positions (..., T) for each document of a pack, and count in its rest."""
+def _in_pack(
+    positions: Tensor,
+    documents: int,
+    length: int,
+) -> Tensor:
+    """Repeat a document's positions (..., T) for all documents of a pack; number the padding."""
     repeats = [1] * (positions.ndim - 1)
     filled = positions.repeat(*repeats, documents)
     rest = torch.arange(length - filled.shape[-1]).expand(*positions.shape[:-1], -1)
@@ -96,7 +112,12 @@ class SingleStage:
     """
 
     def __init__(
-        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool
+        self,
+        module: Stage,
+        batch: PackedBatch,
+        *,
+        input_gradient: bool,
+        backward: bool,
     ) -> None:
         self.module = module
         self.batch = batch
@@ -104,15 +125,28 @@ class SingleStage:
         self.input_gradient = input_gradient
         device = next(module.parameters()).device
         shape = (*batch.position_ids.shape, module.language.hidden_size)
-        self.input = torch.randn(shape, dtype=module.dtype, device=device)
+        self.input = torch.randn(
+            shape,
+            dtype=module.dtype,
+            device=device,
+        )
         self.upstream: Tensor | None = None
         if not module.language.has_head:
-            self.upstream = torch.randn(shape, dtype=module.dtype, device=device)
+            self.upstream = torch.randn(
+                shape,
+                dtype=module.dtype,
+                device=device,
+            )
 
         vision = module.vision
 
         def made_up(shape: Sequence[int]) -> Tensor:
-            return torch.randn(len(batch.tiles), *shape, dtype=vision.dtype, device=device)
+            return torch.randn(
+                len(batch.tiles),
+                *shape,
+                dtype=vision.dtype,
+                device=device,
+            )
 
         self._taken: PackedBatch | Tensor | None = None
         if module.projector is not None:
@@ -130,9 +164,7 @@ class SingleStage:
         encoder trains.
         """
         language = self.module.language
-        count = 0
-        if recomputes:
-            count = language.last - language.first
+        count = language.last - language.first if recomputes else 0
         language.recompute(count)
         if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
@@ -174,8 +206,8 @@ def warm_up(
     first_trainable_stage: int,
     device: torch.device,
 ) -> None:
-    """Run everything of a step once on this rank, on the batch `host`: its stages, a prediction,
-    one update of throwaway weights.
+    """Run each kind of work once on this rank, on the batch `host`: stages, a prediction, an update
+    of throwaway weights.
 
     A GPU loads a kernel at its first call, and asks the driver for memory. Each may wait for all
     work of the device, also for messages posted ahead, whose sender may wait for this very rank. So
@@ -187,9 +219,7 @@ def warm_up(
     micro-batch.
     """
     batch = to_device(host, device)
-    gpus = []
-    if device.type == "cuda":
-        gpus.append(device)
+    gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus, device_type="cuda"):
         for number, module in stages.items():
             alone = SingleStage(
@@ -215,5 +245,9 @@ def warm_up(
         # allocating page-locked memory also waits for the device: have twice as much
         for value in vars(host).values():
             if isinstance(value, Tensor):
-                torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
+                torch.empty(
+                    2 * value.nbytes,
+                    dtype=torch.uint8,
+                    pin_memory=True,
+                )
         torch.cuda.synchronize(device)

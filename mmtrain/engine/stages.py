@@ -37,7 +37,13 @@ def streamed_layers(
     if source == "host":
         return StreamedLayers(HostSource(device, replicas))
     if source == "peers":
-        sharing = replica_group(plan, rank, device, timeout_seconds, plan.streaming.weight_shards)
+        sharing = replica_group(
+            plan,
+            rank,
+            device,
+            timeout_seconds,
+            plan.streaming.weight_shards,
+        )
         return StreamedLayers(PeerSource(sharing, device))
     return StreamedLayers(QuantisedSource(source, device))
 
@@ -56,12 +62,23 @@ def build_stages(
 
     A run that `resumes` reads its checkpoint later.
     """
-    streamed = streamed_layers(plan, rank, device, replicas, config.parallel.timeout_seconds)
+    streamed = streamed_layers(
+        plan,
+        rank,
+        device,
+        replicas,
+        config.parallel.timeout_seconds,
+    )
     if resumes and trains_whole_projector(models_of(config)):
         config = config.changed({"model.projector.init_from": None})
     built = {}
     for stage in plan.ranks[rank].stages:
-        built[stage.stage] = build_stage(config, stage, device=device, streamed=streamed)
+        built[stage.stage] = build_stage(
+            config,
+            stage,
+            device=device,
+            streamed=streamed,
+        )
     return built
 
 
@@ -73,7 +90,10 @@ def trains_whole_projector(models: Models) -> bool:
     return all(matches_any(parameter.name, section.trainable) for parameter in parameters)
 
 
-def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:
+def refuse_short_device_memory(
+    rank: RankPlan,
+    device: torch.device,
+) -> None:
     """Raise UserError where a GPU has less memory left than the plan still needs on it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -11,10 +11,22 @@ import torch.distributed as dist
 
 from mmtrain.engine.step_clock import RankSeconds
 
+# fields of a StepResult that are whole sums
+COUNTS = (
+    "epoch",
+    "samples",
+    "images",
+    "tiles",
+    "tokens",
+    "supervised_tokens",
+    "quarantined",
+)
+Slot = tuple[int, int]  # stage or replica, and micro-batch of the step
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step, equal on every rank but for `ranks`: where each global rank's time went,
+    """The result of a training step, equal on every rank but for `ranks`, each global rank's times
     by this rank's clock.
 
     `loss` and `grad_norm` may be NaN or infinite in a step that was left out for it.
@@ -67,7 +79,11 @@ class RankSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._all = torch.zeros(len(Statistics._fields), dtype=torch.float64, device=device)
+        self._all = torch.zeros(
+            len(Statistics._fields),
+            dtype=torch.float64,
+            device=device,
+        )
 
     def add(self, **values: torch.Tensor | float) -> None:
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Measure on each rank, at every step, what its time goes into.
+"""Measure on each rank how the time of every step is spent.
 
 A mark ends each instruction, and within one the time in which it only waited: for a message, or for
 all ranks. On a CPU a mark is the time. On CUDA it is an event on the stream that computes, since
@@ -38,9 +38,7 @@ class RankSeconds(NamedTuple):
 
     @property
     def idle_fraction(self) -> float:
-        if self.window <= 0:
-            return 0.0
-        return self.idle / self.window
+        return self.idle / self.window if self.window > 0 else 0.0
 
 
 class HeapUse(ctypes.Structure):
@@ -81,7 +79,11 @@ class StepClock:
     and `leave` after, when all go on.
     """
 
-    def __init__(self, device: torch.device, held_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        held_bytes: int = 0,
+    ) -> None:
         """`held_bytes` is what weights and optimizer take by now: a CPU's peak is that and what the
         heap grows by.
         """
@@ -96,7 +98,7 @@ class StepClock:
         """When this rank last left a reduction, in seconds since its clock was made."""
 
     def _now(self) -> Any:
-        """The time or, on CUDA, an event on the current stream."""
+        """Return the time or, on CUDA, an event on the current stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -104,8 +106,8 @@ class StepClock:
         return event
 
     def _seconds(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; on CUDA the host waits until the device has reached the later
-        one.
+        """Return the seconds between two marks; on CUDA the host waits until the device has reached
+        the later one.
         """
         if not self._on_gpu:
             return later - earlier

@@ -49,8 +49,8 @@ WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION) | {
 
 
 class Interval(NamedTuple):
-    """A rank's work from `begin` to `end`, in seconds of its own clock; without an instruction it
-    waited for its sends.
+    """A rank's work from `begin` to `end`, in seconds of its clock. Without instruction it waited
+    for sends.
     """
 
     work: Work
@@ -67,7 +67,11 @@ class TracedStep(NamedTuple):
     intervals: list[Interval]
 
 
-def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str | None:
+def finish_trace(
+    file: Path,
+    plan: Plan,
+    recorded: Sequence[TracedStep],
+) -> str | None:
     """Write what all ranks have recorded of the same steps; return rank 0's message for the user.
     Collective.
     """
@@ -83,7 +87,11 @@ def finish_trace(file: Path, plan: Plan, recorded: Sequence[TracedStep]) -> str 
     return f"trace of {counted(len(recorded), 'step')}: {file}; open it in ui.perfetto.dev"
 
 
-def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
+def write_trace(
+    file: Path,
+    plan: Plan,
+    ranks: Sequence[Sequence[TracedStep]],
+) -> None:
     """Write the same steps of all global ranks; an existing file is replaced whole."""
     # A clock is set by the moments at which all ranks go on; one shift for all its steps keeps
     # intervals in order.
@@ -138,7 +146,12 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
 _PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "wait for weights of "}
 
 
-def _event(interval: Interval, step: int, rank: RankPlan, shift: float) -> dict[str, Any]:
+def _event(
+    interval: Interval,
+    step: int,
+    rank: RankPlan,
+    shift: float,
+) -> dict[str, Any]:
     begin = round((interval.begin + shift) * 1e6, 3)
     end = round((interval.end + shift) * 1e6, 3)
     x = interval.instruction
@@ -162,7 +175,10 @@ def _event(interval: Interval, step: int, rank: RankPlan, shift: float) -> dict[
     }
 
 
-def refuse_unfit_trace(steps: int | None, max_steps: int | None) -> None:
+def refuse_unfit_trace(
+    steps: int | None,
+    max_steps: int | None,
+) -> None:
     """Raise UserError where `--trace` asks for more steps than a run makes; None asks for
     nothing.
     """

@@ -30,8 +30,8 @@ LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
 class Utilization:
-    """Follows a run's steps. The first one, which pays for warm-up, counts in the summary only if
-    it is alone.
+    """The utilisation of a run's steps. The first, which pays for warm-up, counts in the summary
+    only if it is alone.
     """
 
     def __init__(self, config: RunConfig, device: Device) -> None:
@@ -90,17 +90,15 @@ class Utilization:
         return text
 
     def _needed_flops(self, step: StepResult) -> float:
-        """FLOPs that any exact way of making this step computes (see `minimal_flops`): nothing
-        wasted counts as work.
+        """Return the FLOPs that the step needs at least (see `minimal_flops`).
 
         All documents count as equally long, so where lengths differ attention counts for less than
         it takes.
         """
         if self._peak_flops is None or step.tokens == 0:  # every sample of the step was damaged
             return 0.0
-        attended = 1.0
-        if self._models.layout.attends_across:
-            attended = step.tiles / max(step.images, 1)
+        across = self._models.layout.attends_across
+        attended = step.tiles / max(step.images, 1) if across else 1.0
         work = Workload(
             tokens=step.tokens,
             document=step.tokens / step.samples,
@@ -111,8 +109,12 @@ class Utilization:
         )
         return float(minimal_flops(self._models, self._trainable, work).total)
 
-    def _share(self, flops: float, windows: list[float]) -> float | None:
-        """Share of what all ranks could have computed in the longest window."""
+    def _share(
+        self,
+        flops: float,
+        windows: list[float],
+    ) -> float | None:
+        """Return the share of the FLOPs that all ranks could compute in the longest window."""
         if self._peak_flops is None or max(windows) <= 0:
             return None
         return flops / (max(windows) * len(windows) * self._peak_flops)

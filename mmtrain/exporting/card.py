@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what it is made of, how good it was, how to load it.
+"""Write the model card of an exported folder: its parts, its scores, and code that loads it.
 
 `origin`, what was written --card.md.jinja--> README.md
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import yaml
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import read_limited
+from mmtrain.exporting.published_files import Json
 from mmtrain.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.facts.model_files import HUB_ID, find_model_folder
 from mmtrain.model.trained.projector import PROJECTOR
@@ -38,7 +38,7 @@ FRONT = {
 
 
 def write_card(
-    folder: Path, about: Mapping[str, Any], form: str, *, is_whole: bool = False, **context: Any
+    folder: Path, about: Json, form: str, *, is_whole: bool = False, **context: Any
 ) -> None:
     """Write README.md in a `form` of the template, which says what it shows of the `context`.
 
@@ -49,7 +49,7 @@ def write_card(
     for model in filter(None, map(about.get, MODELS)):
         licences.append((public_name(model), _licence(model)))
     about = published(about)
-    front: dict[str, Any] = dict(FRONT[form])
+    front = dict(FRONT[form])
     known = {licence for _, licence in licences}
     if len(known) == 1 and None not in known:
         front["license"] = known.pop()
@@ -84,7 +84,7 @@ def write_card(
     (folder / "README.md").write_text(text)
 
 
-def published(about: Mapping[str, Any]) -> dict[str, Any]:
+def published(about: Json) -> Json:
     """Return `origin` with the models' names without the folders of this machine."""
     shown = dict(about)
     for key in MODELS:

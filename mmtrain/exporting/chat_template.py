@@ -1,12 +1,13 @@
-"""The chat template of an exported folder: it writes what this run was trained on, and marks the
-answers in it.
+"""Write the chat template of an exported folder, and mark the answers in it.
 
-messages (contents: text, or lists of text and image parts) --jinja--> text with one <image> mark
-    per image
-chat_template.jinja --mark_answers--> the same text for every conversation, answers between {%
-    generation %} marks
-conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of
-    training, or no marks
+messages (contents: text, or lists of text and image parts)
+    --jinja--> text with one <image> mark per image
+chat_template.jinja
+    --mark_answers--> the same text for every conversation, answers between
+                      {% generation %} marks
+conversations
+    --stock tokenizer and processor, return_assistant_tokens_mask-->
+                      the label mask of training, or no marks
 
 For data.template=plain it writes images, then the beginning of the caption. Otherwise it is the
 template of training behind a preamble that turns lists of parts into the text of a LLaVA record.
@@ -98,11 +99,10 @@ def exported_chat_template(template: Template, beginning: str = "") -> str:
 
 
 def marked_template(jinja: str, template: ChatTemplate) -> str:
-    """Return `jinja` with marks around each answer that `template` would supervise, in place of its
-    own marks.
+    """Return `jinja` with marks around each answer that `template` would supervise.
 
-    An answer that later turns rewrite, or that no question precedes, stays unmarked, as does an
-    image in an answer.
+    They replace its own marks. An answer that later turns rewrite, or that no question precedes,
+    stays unmarked, as does an image in an answer.
     """
     chat = template.chat
     unmarked = MARK.sub(lambda found: f"{{%{found[1]} {HARMLESS[found[2]]} {found[3]}%}}", jinja)
@@ -116,7 +116,9 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
 
 
 def documents_of(
-    template: Template, conversations: Iterable[Turns], sizes: Sequence[tuple[int, int]] = ()
+    template: Template,
+    conversations: Iterable[Turns],
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> list[tuple[Turns, Document]]:
     """Return the conversations that a template accepts, and their documents in training.
 
@@ -178,7 +180,9 @@ def as_prompted(text: str, layout: ImageLayout, *, alone: bool) -> str:
 def _fault(folder: Path, before: str, template: Template) -> str | None:
     """Say where stock transformers marks other answers in `folder` than training; None: nowhere."""
     processor = AutoProcessor.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     tokenizer = processor.tokenizer
     layout = template.layout
@@ -194,7 +198,10 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             messages.append({"role": ROLES[who], "content": content})
         for ask in (False, True):
             write = functools.partial(
-                tokenizer.apply_chat_template, messages, tokenize=False, add_generation_prompt=ask
+                tokenizer.apply_chat_template,
+                messages,
+                tokenize=False,
+                add_generation_prompt=ask,
             )
             if write() != write(chat_template=before):
                 return "marks would change what it writes"

@@ -1,23 +1,20 @@
-"""The whole model as a Hugging Face folder, which a stock class of transformers loads without
-mmtrain.
+"""Export the whole model as a Hugging Face folder, which a stock class of transformers loads.
 
 A run on text alone becomes a folder of the LLM's own class; with pictures:
 
-config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a
-    refusal
-checkpoint: projector -------------------------------->
-    multi_modal_projector.linear_{1,2}.{weight,bias}
-model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json,
-    README.md,
-model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
+models of the run --stock.exporters: which class?--> a StockClass (here LLaVA's), or a refusal
+projector ------------------------------------------> multi_modal_projector.linear_{1,2}.*
+model.vision.name --vision: exact conversion--------> vision_tower.*
+model.llm.path    --language: tensor by tensor------> language_model.*
+                                                      config.json, README.md, processor's files
 
 Cost: time and disk for the whole model; memory for the encoder and one file. Before anything is
 written the stock class is tried without the weights; afterwards every byte is read again.
 
-names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched:
-    must all be empty
-the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or
-    a refusal
+names and shapes --transformers' own loading, on the meta device-->
+    missing, unexpected, mismatched: all must be empty
+the LLM's family, tiny --exported, loaded by the class-->
+    the same logits as the causal LM's own, or a refusal
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +39,23 @@ from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
-from mmtrain.exporting.projector_file import origin, run_tensors
-from mmtrain.exporting.published_files import code_named_in, write_json
-from mmtrain.exporting.tensors import TensorSource, cast_to, named, require_space, write_shards
+from mmtrain.exporting.projector_file import opened
+from mmtrain.exporting.published_files import Json, code_named_in, write_json
+from mmtrain.exporting.tensors import (
+    Progress,
+    Sources,
+    Tensors,
+    cast_to,
+    named,
+    require_space,
+    write_shards,
+)
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.families import canonical_name, llm_tensors
-from mmtrain.facts.model_files import read_json
+from mmtrain.facts.model_files import model_config
 from mmtrain.facts.models import Models
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
 from mmtrain.model.llm.tiny import tiny_model
@@ -58,7 +63,7 @@ from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
-from mmtrain.stock.exporters import class_of, refuse_unfit_format, whole_of
+from mmtrain.stock.exporters import class_of, whole_of
 from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
@@ -92,11 +97,10 @@ def export_hf(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
     merged: bool = True,
 ) -> ExportedModel:
-    """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
-    bytes done, of all).
+    """Write the model into `folder`, which is empty, and read it again.
 
     merged: with the LLM's adapters in its layers; else without them. Raises UserError for models
     that no stock class can hold, naming the formats that work, and where the disk is too small;
@@ -104,19 +108,16 @@ def export_hf(
     """
     models, template = checkpoint.models, checkpoint.config.data.template
     stored_as = str(dtype).removeprefix("torch.")
-    trained = run_tensors(checkpoint)
-    about = origin(checkpoint, trained)
+    trained, about = opened(checkpoint, "hf" if merged else "peft")
     if not merged:
         for name in filter(is_llm_adapter, about["trained"]):
             del trained[name]
         about["trained"] = list(itertools.filterfalse(is_llm_adapter, about["trained"]))
-    refuse_unfit_format("hf", checkpoint.path, models, about["trained"])
     stock = class_of(models) or CausalClass(models.llm_folder)
     _refuse_replaced_weights(checkpoint)
 
     # all files but tensors and card
     is_whole = whole_of(models) is not None
-    write: Callable[..., Written]
     if is_whole:
         write = write_back
     elif isinstance(stock, StockClass):
@@ -138,9 +139,9 @@ def export_hf(
 
 def _write_cast(
     folder: Path,
-    tensors: Mapping[str, TensorSource],
+    tensors: Sources,
     shard_bytes: int,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> None:
     """Write the tensors in files of `shard_bytes`; raises UserError where the disk is too small."""
     done = 0
@@ -155,13 +156,13 @@ def _write_cast(
     write_shards(folder, tensors, shard_bytes, show)
 
 
-def _untie(folder: Path, tensors: Mapping[str, TensorSource]) -> None:
+def _untie(folder: Path, tensors: Sources) -> None:
     """Say in config.json that the head is not tied where it has other values than the embedding.
 
     Then transformers ties nothing, whatever config.json says, while other readers drop the head.
     Cost: memory for both.
     """
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     if not content.get("tie_word_embeddings", True):
         return
     ends = []
@@ -178,7 +179,7 @@ def _write_text(
     stock: CausalClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
@@ -195,7 +196,7 @@ def _write_multimodal(
     stock: StockClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
@@ -233,7 +234,6 @@ def _write_multimodal(
     refuse_loading_faults(stock, content, tensors)
     write_json(folder / "config.json", content)
     shown = {
-        "stock": stock,
         "encoder": encoder,
         "language": language,
         "processor": processor,
@@ -244,8 +244,7 @@ def _write_multimodal(
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for models with other frozen tensors or settings than the run was trained
-    with.
+    """Raise UserError where frozen tensors or settings are not those of the training.
 
     Cost: reads the models' files once more, a decoder layer at a time.
     """
@@ -286,7 +285,11 @@ class _MetaTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.to:
@@ -295,7 +298,9 @@ class _MetaTensor(torch.Tensor):
 
 
 def refuse_loading_faults(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]
+    stock: ExportedClass,
+    config: Json,
+    tensors: Sources,
 ) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
@@ -372,7 +377,10 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 
 def kept_in_float32(
-    stock: ExportedClass, config: Mapping[str, Any], names: Collection[str], dtype: torch.dtype
+    stock: ExportedClass,
+    config: Json,
+    names: Collection[str],
+    dtype: torch.dtype,
 ) -> set[str]:
     """Return the tensors that must not be rounded: those that a model of `dtype` loads in fp32."""
     with torch.device("meta"):
@@ -387,8 +395,10 @@ def kept_in_float32(
 
 
 def _load(
-    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+    stock: ExportedClass,
+    config: Json,
+    tensors: Tensors,
+) -> tuple[PreTrainedModel, Json]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

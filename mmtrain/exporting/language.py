@@ -1,8 +1,8 @@
-"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones
-in their place.
+"""Export an LLM: its published tensors under new names, trained ones in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its
-                    own)
+In LLaVA's names (each stock class has its own):
+
+model.layers.3.X    -> language_model.model.layers.3.X
 lm_head.weight      -> language_model.lm_head.weight
 
 A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r) B A in fp32, when
@@ -12,10 +12,9 @@ it is written, cast to the export's type once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,11 +22,12 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
@@ -40,29 +40,28 @@ _ROWS_AT_ONCE = 4096
 class ExportedLanguage:
     """The LLM's part of an exported folder."""
 
-    config: dict[str, Any]  # text_config
-    tensors: Mapping[str, TensorSource]  # by their names in the folder
+    config: Json  # text_config
+    tensors: Sources  # by their names in the folder
     added_rows: int  # that the embedding gained
 
 
 def language_for_export(
     around: ExportedClass,
     folder: Path,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     rows_needed: int,
     dtype: str,
     lora: LoraSection | None = None,
 ) -> ExportedLanguage:
-    """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own,
-    `lora`'s adapters merged.
+    """Return the LLM in `folder` with `trained` tensors in place of its own, adapters merged.
 
-    Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that
-    a new token's logit is never the largest. Raises UserError for a trained tensor of another shape
-    than in the files.
+    `trained` has them by global names. Embedding and head get at least `rows_needed` rows; a new
+    one is the mean of the others, so that a new token's logit is never the largest. Raises
+    UserError for a trained tensor of another shape than in the files.
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
-    files = llm_tensors(folder, tensor_places(folder))
+    files = llm_tensors(folder, tensor_entries(folder))
     names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)
@@ -100,7 +99,7 @@ def language_for_export(
 
 
 def take_merged(
-    waiting: dict[str, TensorSource],
+    waiting: Sources,
     name: str,
     weight: TensorSource,
     lora: LoraSection | None,
@@ -156,7 +155,12 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     return replace(source, shape=(rows, *rest), read=read)
 
 
-def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
+def _text_config(
+    folder: Path,
+    config: PreTrainedConfig,
+    rows: int,
+    dtype: str,
+) -> Json:
     """Return the LLM's own config.json with its new rows and dtype."""
     if is_mrope_class(config):
         content = config.text_config.to_dict()
@@ -171,7 +175,7 @@ def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) 
     return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
 
 
-def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_transformers_4(content: Json) -> Json:
     """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
     # by layer type: families that version 4 has no keys for

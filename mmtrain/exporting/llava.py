@@ -1,9 +1,7 @@
-"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of
-config.json.
+"""Export the projector for LLaVA's own code: `mm_projector.bin` and keys of config.json.
 
-    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear,
-                                                                 GELU, Linear)
-    projector.linear_2.weight -> model.mm_projector.2.weight
+    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu, which is
+    projector.linear_2.weight -> model.mm_projector.2.weight     Sequential(Linear, GELU, Linear)
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
     projector.image_newline   -> model.image_newline             of layouts with lines
 
@@ -19,15 +17,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.card import published
-from mmtrain.exporting.projector_file import origin, run_tensors
+from mmtrain.exporting.projector_file import opened
+from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import require_space
 from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.families import llm_config
@@ -35,7 +32,7 @@ from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.stock.exporters import LLAVA_CODE, refuse_unfit_format
+from mmtrain.stock.exporters import LLAVA_CODE
 
 FILE = "mm_projector.bin"
 # LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same
@@ -56,15 +53,16 @@ MODEL_TYPES = {
 }
 
 
-def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+def export_llava(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     """Write into the folder; raises UserError for what LLaVA's code cannot hold.
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
     """
-    tensors = run_tensors(checkpoint)
-    about = origin(checkpoint, tensors)
-    models = checkpoint.models
-    refuse_unfit_format("llava", checkpoint.path, models, about["trained"])
+    tensors, about = opened(checkpoint, "llava")
     names = {**LLAVA_CODE[about["projector_type"]], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
@@ -72,7 +70,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         projector[names[layer] + dot + part] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
-    config = json.dumps(_config(about, models), indent=2) + "\n"
+    config = json.dumps(_config(about, checkpoint.models), indent=2) + "\n"
     require_space(folder, content.tell())
     (folder / FILE).write_bytes(content.getvalue())
     (folder / "config.json").write_text(config)
@@ -80,7 +78,7 @@ def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> No
         raise OSError(f"{folder / FILE}: does not read back as written. Check the disk")
 
 
-def _config(about: Mapping[str, Any], models: Models) -> dict[str, Any]:
+def _config(about: Json, models: Models) -> Json:
     """Return the LLM's config.json with LLaVA's keys."""
     llm = llm_config(models.llm_folder)
     # "patch" drops the first token, which must then be a class token
@@ -105,7 +103,7 @@ def _config(about: Mapping[str, Any], models: Models) -> dict[str, Any]:
     }
 
 
-def _image_keys(about: Mapping[str, Any], layout: ImageLayout) -> dict[str, Any]:
+def _image_keys(about: Json, layout: ImageLayout) -> Json:
     """Return LLaVA's settings of images; its grids are (width, height), in our order of ties."""
     if not isinstance(layout, Anyres):
         # LLaVA stretches no image

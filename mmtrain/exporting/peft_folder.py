@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +36,13 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.card import public_name, write_card
 from mmtrain.exporting.hf import ExportedModel, export_hf
-from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
-from mmtrain.exporting.tensors import TensorSource, cast_to, named, write_tensors
+from mmtrain.exporting.projector_file import opened, write_projector_file
+from mmtrain.exporting.tensors import Progress, Sources, cast_to, named, write_tensors
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
 from mmtrain.facts.families import canonical_name
 from mmtrain.model.llm.language import causal_config, llm_class, quiet
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.stock.exporters import Base, refuse_unfit_format
+from mmtrain.stock.exporters import Base
 
 BASE = "base"
 TENSORS = "adapter_model.safetensors"
@@ -55,7 +55,7 @@ def export_peft(
     dtype: torch.dtype,
     shard_bytes: int,
     base: Base,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress,
 ) -> ExportedModel | None:
     """Write the folder; return the base model that was written, if any.
 
@@ -64,12 +64,10 @@ def export_peft(
     """
     models = checkpoint.models
     model = models.section
-    tensors = run_tensors(checkpoint)
-    about = origin(checkpoint, tensors)
     form = "peft"
     if base == "llm":
         form = "peft --base llm"
-    refuse_unfit_format(form, checkpoint.path, models, about["trained"])
+    tensors, about = opened(checkpoint, form)
     exported = base_folder = None
     if base == "hf":
         name = base_folder = BASE
@@ -77,7 +75,9 @@ def export_peft(
         exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
         exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(
-            folder / BASE, local_files_only=True, trust_remote_code=False
+            folder / BASE,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         stock = getattr(transformers, *made.architectures)
     else:
@@ -108,7 +108,9 @@ def export_peft(
 
 
 def _places(
-    whole: PreTrainedModel, adapters: Mapping[str, TensorSource], lora: LoraSection
+    whole: PreTrainedModel,
+    adapters: Sources,
+    lora: LoraSection,
 ) -> tuple[LoraConfig, dict[str, str]]:
     """Return peft's configuration of `adapters` in a stock model on the meta device.
 

@@ -1,11 +1,10 @@
-"""The processor of an exported Hugging Face folder: the files that stock AutoProcessor loads, and
-their check.
+"""Write the processor of an exported folder, which stock AutoProcessor loads, and check it.
 
-RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
-                                        processor_config.json, preprocessor_config.json,
-                                        generation_config.json
+Models, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
+                                     processor_config.json, preprocessor_config.json,
+                                     generation_config.json
 messages, images --AutoProcessor--> check_processor: the token ids and pixels of training, or
-    UserError
+                                    UserError
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into
 processor_config.json).
@@ -19,10 +18,9 @@ the backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from tokenizers import processors
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    BatchFeature,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -54,7 +53,7 @@ from mmtrain.exporting.chat_template import (
     exported_chat_template,
     load_template,
 )
-from mmtrain.exporting.published_files import copy_files, write_json
+from mmtrain.exporting.published_files import Json, copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
 from mmtrain.facts.model_files import optional_json, read_json
@@ -74,15 +73,8 @@ CONVERSATIONS: tuple[Turns, ...] = (
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-TEXTS: tuple[Turns, ...] = (
-    (("human", "What is this?"), ("gpt", "A red circle.")),
-    (
-        ("human", "What is this?"),
-        ("gpt", "A red circle."),
-        ("human", "And that?"),
-        ("gpt", "No\n1. é"),
-    ),
-)
+QUESTION: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
+TEXTS = (QUESTION, (*QUESTION, ("human", "And that?"), ("gpt", "No\n1. é")))
 # (width, height) of pictures, in sides of a tile
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
@@ -103,7 +95,11 @@ class ExportedProcessor:
 
 
 def write_processor(
-    stock: StockClass, models: Models, name: str, encoder: ExportedEncoder, folder: Path
+    stock: StockClass,
+    models: Models,
+    name: str,
+    encoder: ExportedEncoder,
+    folder: Path,
 ) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
@@ -150,7 +146,14 @@ def write_processor(
     write_json(folder / "generation_config.json", generation)
     token_keys = dict(zip(tokens, ids([*tokens.values()]), strict=True))
     return ExportedProcessor(
-        image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock
+        image_id,
+        token_keys,
+        tuple(new),
+        rows_needed,
+        layout,
+        template,
+        transform,
+        stock,
     )
 
 
@@ -167,7 +170,10 @@ def _end_of_answers(template: Template, turns: Turns) -> int:
 
 
 def _tokenizer_for_prompts(
-    stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
+    stock: StockClass,
+    source: PreTrainedTokenizerBase,
+    template: Template,
+    end: int,
 ) -> PreTrainedTokenizerBase:
     """Return a copy with the layout's image token and the exported template.
 
@@ -192,7 +198,9 @@ def _tokenizer_for_prompts(
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
         before = [f"{mark}:0" for mark, _ in marks]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0"], pair=[*before, "$A:0", "$B:1"], special_tokens=marks
+            single=[*before, "$A:0"],
+            pair=[*before, "$A:0", "$B:1"],
+            special_tokens=marks,
         )
     text = f"{image}\na red circle"
     wanted = prefix + tokenizer(text, add_special_tokens=False).input_ids
@@ -226,7 +234,11 @@ def _with_padding(
     return padded
 
 
-def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_tokenizer(
+    stock: StockClass,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
     """Save the tokenizer so that transformers 4 and 5 load tokenizer.json unchanged.
 
     Version 5 would name a class that version 4 lacks, or the family's, which version 5 may build
@@ -251,8 +263,10 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def _generation_settings(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, end: int
-) -> dict[str, Any]:
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    end: int,
+) -> Json:
     """Return generation_config.json: greedy, ended as answers are."""
     own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
@@ -276,7 +290,9 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
     template = load_template(models.section.llm.path, name, models.layout)
     (folder / TEMPLATE_FILE).write_text(exported_chat_template(template), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     for turns, document in documents_of(template, TEXTS):
         messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
@@ -287,7 +303,7 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
                 f"was trained on {list(document.input_ids[:40])}. "
                 "Use --format safetensors, which exports no tokenizer"
             )
-    end = _end_of_answers(template, TEXTS[0])
+    end = _end_of_answers(template, QUESTION)
     generation = _generation_settings(models.llm_folder, tokenizer, end)
     write_json(folder / "generation_config.json", generation)
 
@@ -349,7 +365,9 @@ def _fault(
             cases.append((turns, document.input_ids))
         for asked, trained in cases:
             text = processor.apply_chat_template(
-                _messages(asked, has_words), add_generation_prompt=len(asked) == 1, tokenize=False
+                _messages(asked, has_words),
+                add_generation_prompt=len(asked) == 1,
+                tokenize=False,
             )
             inputs = processor(text=text, images=[shown], return_tensors="pt")
             if fault := _tensor_fault(inputs, needed, tolerance):
@@ -362,7 +380,9 @@ def _fault(
 
 
 def _tensor_fault(
-    inputs: Mapping[str, torch.Tensor], needed: Mapping[str, torch.Tensor], tolerance: float
+    inputs: BatchFeature,
+    needed: dict[str, torch.Tensor],
+    tolerance: float,
 ) -> str | None:
     """Say which input differs by more than `tolerance`, or in shape; None: none."""
     for name, tensor in needed.items():

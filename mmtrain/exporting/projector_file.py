@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,16 +20,18 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.card import published
-from mmtrain.exporting.tensors import TensorSource, cast_to, in_memory, stored, write_tensors
+from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
+from mmtrain.stock.exporters import refuse_unfit_format
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
-def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
     """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
     Scores are from the run's metrics, if they are beside it. A run on text alone has None for
@@ -81,7 +81,15 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> dict[
     }
 
 
-def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
+def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Json]:
+    """Return `run_tensors` and `origin`; raises UserError where a format cannot hold them."""
+    tensors = run_tensors(checkpoint)
+    about = origin(checkpoint, tensors)
+    refuse_unfit_format(form, checkpoint.path, checkpoint.models, about["trained"])
+    return tensors, about
+
+
+def run_tensors(checkpoint: StepFolder) -> Sources:
     """Return a run's trained tensors and the rest of its projector, fp32, by global name.
 
     Raises UserError.
@@ -94,7 +102,7 @@ def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
     return tensors
 
 
-def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
+def _evaluation(checkpoint: StepFolder, kind: str) -> Json | None:
     """Return the scores of the run's evaluation at the checkpoint's step; None without one."""
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
@@ -104,14 +112,21 @@ def _evaluation(checkpoint: StepFolder, kind: str) -> dict[str, Any] | None:
     return scores
 
 
-def export_projector_file(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+def export_projector_file(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     """Write all that `run_tensors` returns into the folder."""
     tensors = run_tensors(checkpoint)
     write_projector_file(origin(checkpoint, tensors), folder, tensors, dtype)
 
 
 def write_projector_file(
-    about: Mapping[str, Any], folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype
+    about: Json,
+    folder: Path,
+    tensors: Sources,
+    dtype: torch.dtype,
 ) -> None:
     """Write tensors of a run into a folder, and their origin."""
     file = folder / "projector.safetensors"

@@ -1,8 +1,7 @@
-"""The small files of an export: which ones leave the folder of a published model, and what is taken
-out of them.
+"""Copy the small files of a published model into an export, without what names code.
 
-model's folder --copy_files--> the files that stock classes read      content --write_json--> JSON
-    that names no code
+model's folder --copy_files--> the files that stock classes read
+content --write_json--> JSON that names no code
 
 The folder may come from a stranger. A link in it may lead to a secret, and a file in it may be
 code.
@@ -17,14 +16,20 @@ from typing import Any
 
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, optional_json
 from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
+Json = dict[str, Any]  # what a file of JSON holds
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 
 
-def copy_files(source: Path, folder: Path, *, is_whole: bool = False) -> None:
+def copy_files(
+    source: Path,
+    folder: Path,
+    *,
+    is_whole: bool = False,
+) -> None:
     """Copy what `published_files` names into a folder; JSON is read and written again.
 
     Raises UserError for a file that is a link out of the folder, and for what is no JSON.
@@ -51,10 +56,8 @@ def code_named_in(folder: Path) -> list[str]:
     """Return "KEY in FILE" for all code that the configurations in a model's folder name."""
     found = []
     for name in (*CONFIGURATIONS, "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            continue
         # in which quotes inside a value are escaped
-        text = json.dumps(read_json(folder / name))
+        text = json.dumps(optional_json(folder, name))
         found += [f"{key} in {name}" for key in CODE_KEYS if f'"{key}":' in text]
     return found
 

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,13 +55,19 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+Sources = dict[str, TensorSource]  # by name
+Tensors = dict[str, torch.Tensor]
+Progress = Callable[[str, int, int], None]  # gets (what, bytes done, bytes in all)
+
+
 def in_memory(tensor: torch.Tensor) -> TensorSource:
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def stored(name: str, file: Path) -> TensorSource:
-    """Find a tensor of a safetensors file; raises UserError for a dtype such as 8-bit floats, which
-    cannot be cast.
+    """Return a tensor of a safetensors file.
+
+    Raises UserError for a dtype such as 8-bit floats, which cannot be cast.
     """
     with safe_open(file, framework="pt") as opened:
         view = opened.get_slice(name)
@@ -78,14 +84,16 @@ def stored(name: str, file: Path) -> TensorSource:
     return TensorSource(dtype, shape, read)
 
 
-def named(tensors: Mapping[str, TensorSource], begin: str) -> dict[str, TensorSource]:
+def named(tensors: Sources, begin: str) -> Sources:
     """Return the tensors whose names begin so."""
     return {name: source for name, source in tensors.items() if name.startswith(begin)}
 
 
 def cast_to(
-    dtype: torch.dtype, tensors: Mapping[str, TensorSource], keep: Collection[str] = ()
-) -> dict[str, TensorSource]:
+    dtype: torch.dtype,
+    tensors: Sources,
+    keep: Collection[str] = (),
+) -> Sources:
     """Cast floating-point tensors to `dtype` when they are read, all but those named in `keep`.
 
     Reading one raises UserError for values that float16 cannot hold.
@@ -112,12 +120,13 @@ def cast_to(
 
 
 def write_tensors(
-    file: Path, tensors: Mapping[str, TensorSource], show: Callable[[int], None] = lambda size: None
+    file: Path,
+    tensors: Sources,
+    show: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write one file and compare it with what was to be written; `show` gets the bytes of each
-    tensor.
+    """Write one file and compare it with what was to be written.
 
-    Raises OSError where the file reads back otherwise.
+    `show` gets the bytes of each tensor. Raises OSError where the file reads back otherwise.
     """
     # Copied: safetensors refuses tensors that share memory, as tied ones do.
     content = {
@@ -138,7 +147,7 @@ def write_tensors(
 
 def write_shards(
     folder: Path,
-    tensors: Mapping[str, TensorSource],
+    tensors: Sources,
     shard_bytes: int,
     show: Callable[[int], None] = lambda size: None,
 ) -> list[str]:
@@ -168,10 +177,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end of the block; after an error nothing
-    of it is left.
+    """Make a folder to write into, which becomes `out` at the end of the block.
 
-    Raises UserError where `out` is there already (an empty folder is taken), and for a full disk.
+    After an error nothing of it is left. Raises UserError where `out` is there already (an empty
+    folder is taken), and for a full disk.
     """
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

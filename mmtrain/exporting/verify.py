@@ -1,12 +1,13 @@
-"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers
-one prompt?
+"""Compare the logits of an exported folder with mmtrain's, and answers in batches with single ones.
 
-documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised
-    positions
-          --the folder's stock class, from_pretrained(folder)---------------> the same logits,
-              within BOUND
-three prompts of different lengths --generate, one at a time--> tokens and logits
-                                   --generate, one padded batch--> the same logits, within BOUND
+documents
+    --mmtrain: the whole model as one stage, trained tensors loaded-->
+        logits at supervised positions
+    --the folder's stock class, from_pretrained(folder)-->
+        the same logits, within BOUND
+three prompts of different lengths
+    --generate, one at a time--> tokens and logits
+    --generate, one padded batch--> the same logits, within BOUND
 
 Both sides compute in fp32, from weights that were rounded to the export's dtype, so that rounding
 does not hide a tensor in the wrong place. A batch adds in another order, which may swap two tokens
@@ -67,7 +68,10 @@ class Comparison:
 
 
 def compare_logits(
-    checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, count: int
+    checkpoint: StepFolder,
+    exported: ExportedModel,
+    dtype: torch.dtype,
+    count: int,
 ) -> tuple[Comparison, PreTrainedModel]:
     """Compare logits on the first `count` held-out samples, or on training data without any.
 
@@ -104,7 +108,10 @@ def compare_logits(
                 pixels["mm_token_type_ids"] = is_image.long()
         with torch.no_grad():
             logits = model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **pixels
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+                **pixels,
             ).logits[batch.labels != IGNORE]
         agreeing += int((logits.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(logits)
@@ -135,7 +142,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
     processor = Processor(config)
     catalog, numbers = evaluated_samples(config)
     reader = Reader(catalog, config.data.io_retry_seconds)
-    samples: list[tuple[Sample, PackedBatch]] = []
+    samples = []
     for number in numbers:
         if len(samples) == count:
             break
@@ -144,7 +151,6 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
             batch = make_batch(
                 [Pack((document,))],
                 len(document.input_ids),
-                processor.padding_id,
                 processor.decode,
                 has_grid=processor.layout.has_grid_positions,
             )
@@ -158,9 +164,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 def whole_model(checkpoint: StepFolder) -> Stage:
     """Build mmtrain's own model in fp32 as one stage, with the checkpoint's tensors."""
-    in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
-    # `run_tensors` has all of it
-    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})
+    config = checkpoint.config.changed(
+        {
+            "model.llm.dtype": "float32",
+            "model.vision.dtype": "float32",
+            "model.projector.init_from": None,  # `run_tensors` has all of it
+        }
+    )
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())
@@ -170,7 +180,10 @@ def whole_model(checkpoint: StepFolder) -> Stage:
 
 
 def batch_fault(
-    folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool
+    folder: Path,
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    plain: bool,
 ) -> str | None:
     """Describe a difference between answers in a batch and one at a time; None if there is none.
 
@@ -179,7 +192,9 @@ def batch_fault(
     caption.
     """
     processor = AutoProcessor.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     # else batches are padded on the right
     if "padding_side" not in processor.tokenizer.init_kwargs:
@@ -208,7 +223,10 @@ def batch_fault(
 
 
 def _own_logits(
-    stage: Stage, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
+    stage: Stage,
+    batches: Iterable[PackedBatch],
+    dtype: torch.dtype,
+    exact: Collection[str],
 ) -> list[torch.Tensor]:
     """Return mmtrain's logits (S, V) at the S supervised positions of each batch.
 
@@ -226,13 +244,17 @@ def _own_logits(
     return logits
 
 
-def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
+def _messages(
+    sample: Sample,
+    plain: bool,
+    words: int,
+) -> list[dict[str, Any]]:
     """Return a sample's first question with its pictures, and some words more."""
     question = next(text for speaker, text in sample.turns if speaker == "human")
     pictures = list(map(decode_image, sample.images))[: max(1, question.count(IMAGE_MARK))]
     if not pictures:
         pictures = [Image.new("RGB", (64, 64), (128, 128, 128))]
-    content: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+    content = [{"type": "image", "image": picture} for picture in pictures]
     text = " a" * words
     if not plain:
         text = question.replace(IMAGE_MARK, "").strip() + text

@@ -1,18 +1,17 @@
-"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its
-weights.
+"""Convert a run's vision encoder exactly into the vision tower of a Hugging Face folder.
 
-encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock
-    vision model
-      --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
-          the run's features
+encoder (timm ViT, or a vision model of transformers)
+    --> configuration and tensors of a stock vision model
+    --LLaVA: hidden_states[feature_layer], without the first token where it is a class token-->
+        the run's features
 
 A transformers encoder is written as it is stored, unless it has registers, which classes would take
 for patches. A timm ViT gets other names; features differ by rounding alone:
-                                                    `vision_config`
+
+    encoder                                         `vision_config`
     timm: class token, norm before blocks           clip_vision_model
     timm: no class token                            siglip_vision_model, without its pooling head
-    timm: class token                               dinov2, its layer scales 1 where the encoder has
-                                                    none
+    timm: class token                               dinov2, with layer scales of 1 if it has none
     clip, clip_vision_model                         clip_vision_model
     siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
     siglip2, siglip2_vision_model (NaFlex); pixtral siglip2_vision_model; pixtral
@@ -27,7 +26,6 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import timm
@@ -40,7 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ModelSection, VisionSection
 from mmtrain.exporting.language import take_merged
-from mmtrain.exporting.tensors import TensorSource, in_memory, stored
+from mmtrain.exporting.tensors import Sources, Tensors, in_memory, stored
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.encoders import FAMILIES, family_of
 from mmtrain.facts.families import encoder_config, encoder_tensors
@@ -49,7 +47,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.timm_models import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder.vision import load_vision, model_class, stock_config, timm_model
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder
 
 # Of a transformers configuration: those of many, those of DINOv2, ViT, DINOv3, InternViT, SigLIP 2
@@ -66,6 +64,7 @@ num_patches head_dim rope_parameters
 depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size window_size
 fullatt_block_indexes num_position_embeddings deepstack_visual_indexes num_key_value_heads embed_dim
 """
+READ_AS_PATCHES = "register tokens, which a stock class would read as patches"
 # Modules that features may come from: each computes what its stock counterpart does, or in eval
 # mode nothing.
 KNOWN_MODULES = {
@@ -87,7 +86,7 @@ KNOWN_MODULES = {
 }
 
 
-def encoder_for_export(models: Models, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+def encoder_for_export(models: Models, trained: Tensors) -> ExportedEncoder:
     """Return the encoder of a run as a stock vision model.
 
     A transformers encoder keeps its precision; a timm encoder is loaded whole, in float32.
@@ -118,9 +117,7 @@ def encoder_for_export(models: Models, trained: Mapping[str, torch.Tensor]) -> E
     )
 
 
-def merged_encoder(
-    section: ModelSection, trained: Mapping[str, TensorSource]
-) -> dict[str, torch.Tensor]:
+def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
     """Return the trained tensors of a run's encoder, by their names in it, adapters merged.
 
     `trained` has them by global names. Raises UserError for an adapter of a layer that the encoder
@@ -131,7 +128,10 @@ def merged_encoder(
     if any(map(is_adapter, trained)):
         chosen = section.vision
         tower = load_vision(
-            chosen.name, chosen.select_layer, torch.float32, final_norm=chosen.final_norm
+            chosen.name,
+            chosen.select_layer,
+            torch.float32,
+            final_norm=chosen.final_norm,
         )
         for name, parameter in tower.global_parameters():
             weight = waiting.get(name) or in_memory(parameter.detach())
@@ -146,7 +146,7 @@ def merged_encoder(
     return {name.removeprefix("vision."): source.read() for name, source in sources.items()}
 
 
-def wrapped_timm_encoder(models: Models, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
     """Return the timm encoder of a run for transformers' timm_wrapper.
 
     `trained` tensors, by their names in the encoder, replace its own. timm_wrapper rebuilds it from
@@ -193,20 +193,22 @@ def wrapped_timm_encoder(models: Models, trained: Mapping[str, torch.Tensor]) ->
 
 
 def _from_transformers(
-    folder: Path, trained: Mapping[str, torch.Tensor], chosen: VisionSection
-) -> tuple[dict, dict[str, TensorSource]]:
-    """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
-    place.
-    """
+    folder: Path,
+    trained: Tensors,
+    chosen: VisionSection,
+) -> tuple[dict, Sources]:
+    """Return configuration and tensors of an encoder of transformers, `trained` ones replaced."""
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
-    files = family.own(encoder_tensors(folder, tensor_places(folder)))
+    files = family.own(encoder_tensors(folder, tensor_entries(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
-    _refuse_registers(str(folder), family.prefix_tokens(shapes) - 1)
+    registers = family.prefix_tokens(shapes) - 1
+    if registers > 0:
+        raise _unfit(str(folder), f"has {registers} {READ_AS_PATCHES}")
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -251,23 +253,27 @@ def _from_transformers(
 
 
 def _from_timm(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
-) -> tuple[dict, dict[str, TensorSource]]:
-    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
-    ones in their place.
+    model: nn.Module,
+    name: str,
+    trained: Tensors,
+    final_norm: bool,
+) -> tuple[dict, Sources]:
+    """Return configuration and tensors of a timm encoder as a stock one, `trained` ones replaced.
 
-    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model
-    computes, and for a trained tensor that it does not have.
+    The tensors are views. final_norm: the last norm must be exact too. Raises UserError for an
+    encoder that no stock model computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
-    _refuse_registers(name, model.num_reg_tokens)
+    if model.num_reg_tokens:
+        raise _unfit(name, f"has {model.num_reg_tokens} {READ_AS_PATCHES}")
     state = model.state_dict()
     stock = form_of({own: tuple(state[own].shape) for own in state}, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
         raise _unfit(
-            name, "would be a CLIP of transformers, whose final norm is only for its class token"
+            name,
+            "would be a CLIP of transformers, whose final norm is only for its class token",
         )
     if final_norm and model.norm.eps != model.blocks[0].norm1.eps:
         raise _unfit(
@@ -280,7 +286,7 @@ def _from_timm(
     for block in range(len(model.blocks)):
         for own, stock_name in stock.block.items():
             stems[f"blocks.{block}.{own}"] = f"{stock.blocks}.{block}.{stock_name}"
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for own, tensor in state.items():
         stem, _, kind = own.rpartition(".")
         if own.split(".")[0] in BEHIND_THE_BLOCKS:
@@ -306,16 +312,9 @@ def _from_timm(
     return _timm_config(model, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
 
 
-def _refuse_registers(name: str, registers: int) -> None:
-    if registers > 0:
-        raise _unfit(
-            name, f"has {registers} register tokens, which a stock class would read as patches"
-        )
-
-
 def _fill_in(
-    tensors: dict[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    state: Tensors,
     stock: StockModel,
     model: nn.Module,
 ) -> None:
@@ -337,9 +336,7 @@ def _fill_in(
 
 
 def _unfit(name: str, why: str) -> UserError:
-    """Return the error for an encoder that no stock vision model computes, with the formats that
-    work.
-    """
+    """Return the error for an encoder that no stock class computes, with the formats that work."""
     return UserError(
         f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model "
         f"that a stock class takes. {WHAT_WORKS}"
@@ -403,9 +400,7 @@ def _timm_config(model: nn.Module, stock: StockModel) -> dict:
     return config
 
 
-def _with_trained(
-    state: dict[str, torch.Tensor], trained: Mapping[str, torch.Tensor], encoder: str
-) -> dict[str, torch.Tensor]:
+def _with_trained(state: Tensors, trained: Tensors, encoder: str) -> Tensors:
     """Return the tensors of an encoder with `trained` ones in their place.
 
     Raises UserError for one that it does not have.

@@ -1,23 +1,21 @@
 """Write the folder of a whole M-RoPE model again, with what a run trained in its place.
 
-folder of model.llm.path and model.vision.name --files that its class reads--> copied; what the run
-    changed is written
-its tensors, trained ones in their place by name--------------------------> TensorSource by name on
-    disk
+folder of model.llm.path and model.vision.name
+    --files that its class reads--> copied; what the run changed is written
+    --its tensors, trained ones in their place by name--> TensorSource by name on disk
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.exporting.chat_template import load_template
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, transform_of
-from mmtrain.exporting.published_files import copy_files, write_json
-from mmtrain.exporting.tensors import TensorSource, stored
+from mmtrain.exporting.published_files import Json, copy_files, write_json
+from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import (
     canonical_name,
@@ -26,11 +24,11 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
 )
-from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.model_files import foreign_files, model_config, read_json
 from mmtrain.facts.models import Models
 from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
-from mmtrain.model.weights.files import tensor_places
+from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
 from mmtrain.stock.stock_class import StockClass
 
@@ -39,27 +37,27 @@ _UNMARKED = (
     "be used with it."
 )
 # tensors, config.json, and what the card shows
-Written = tuple[dict[str, TensorSource], dict[str, Any], dict[str, Any]]
+Written = tuple[Sources, Json, Json]
 
 
 def write_back(
     stock: StockClass,
     models: Models,
     template: str,
-    trained: Mapping[str, TensorSource],
+    trained: Sources,
     dtype: str,
     folder: Path,
 ) -> Written:
     """Write all files but tensors and card."""
     source = models.llm_folder
     copy_files(source, folder, is_whole=True)
-    content = read_json(source / "config.json")
+    content = model_config(source)
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content.pop("torch_dtype", None)
         content["dtype"] = dtype
         write_json(folder / "config.json", content)
 
-    tensors = {name: stored(*place) for name, place in tensor_places(source).items()}
+    tensors = {name: stored(*entry) for name, entry in tensor_entries(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source, tensors).items():
         own = tensors[name]
@@ -70,15 +68,9 @@ def write_back(
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
 
     tokenizer = load_tokenizer(str(source))
-    shown = {
-        "stock": stock,
-        "language": ExportedLanguage(llm_config(source), tensors, 0),
-        "encoder": None,
-        "processor": None,
-        "unmarked": _UNMARKED,
-    }
-    if "{% generation %}" in str(tokenizer.chat_template):
-        shown["unmarked"] = None
+    shown = {"language": ExportedLanguage(llm_config(source), tensors, 0), "unmarked": None}
+    if "{% generation %}" not in str(tokenizer.chat_template):
+        shown["unmarked"] = _UNMARKED
     if models.section.vision is not None:
         shown["processor"] = _processor(stock, models, template, folder)
     return tensors, content, shown
@@ -101,7 +93,12 @@ def _names_on_disk(source: Path, tensors: Iterable[str]) -> dict[str, str]:
     return places
 
 
-def _processor(stock: StockClass, models: Models, name: str, folder: Path) -> ExportedProcessor:
+def _processor(
+    stock: StockClass,
+    models: Models,
+    name: str,
+    folder: Path,
+) -> ExportedProcessor:
     """Write the run's bounds of image tokens, where they are not the folder's.
 
     Returns what its processor must make.

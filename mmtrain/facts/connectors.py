@@ -1,5 +1,4 @@
-"""The connectors between encoder and LLM: each as the operations of the stock class that has it,
-without torch.
+"""Connectors between encoder and LLM, as operations of their stock classes, without torch.
 
 features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2,
     D)
@@ -11,13 +10,14 @@ have the names of the stock class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import NamedTuple, get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.model import ProjectorSection
+from mmtrain.facts.settings import Settings, Shapes
 from mmtrain.facts.shapes import ParameterShape
 
 _STOCK_SETTINGS = {
@@ -30,87 +30,153 @@ DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 DEFAULT_NORM_EPS = 1e-6  # of transformers' LLMs where config.json says nothing
 
 
+class Cost(NamedTuple):
+    """Work and memory of a row of features in an operation."""
+
+    products: int = 0
+    trained: bool = False  # its weights
+    for_weights: float = 0  # elements that are kept for the gradient of weights that train
+    for_input: float = 0  # elements that are kept for the gradient of its input
+
+
 @dataclass(frozen=True, slots=True)
-class Shuffle:
-    """`factor` x `factor` patches become one position with all of their features (pixel
-    unshuffle).
-    """
+class Operation:
+    """A step of a connector. A new one is a class here and its module in model/trained."""
+
+    key = ""  # of model.projector, that not all operations read
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of its parameters by name."""
+        return {}
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        """Return the cost of a row where parameters of these names train."""
+        return Cost()
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle(Operation):
+    """Make one position of `factor` x `factor` patches, with all features (pixel unshuffle)."""
 
     factor: int
     # a feature of all patches, then the next, instead of patch by patch
     feature_first: bool = False
+    key = "factor"
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Operation):
     """The mean of `factor` x `factor` positions."""
 
     factor: int
+    key = "factor"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm:
+class RmsNorm(Operation):
     name: str
     width: int
     eps: float
 
+    def shapes(self) -> Shapes:
+        return {f"{self.name}.weight": (self.width,)}
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        # its input, whether or not its own parameters train
+        if trained:
+            return Cost(trained=True, for_weights=self.width)
+        return Cost(for_input=self.width)
+
+
+class LayerNorm(RmsNorm):
+    def shapes(self) -> Shapes:
+        return {f"{self.name}.{part}": (self.width,) for part in ("weight", "bias")}
+
 
 @dataclass(frozen=True, slots=True)
-class RmsNorm:
-    name: str
-    width: int
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Operation):
     name: str
     inputs: int
     outputs: int
     has_bias: bool = True
 
+    def shapes(self) -> Shapes:
+        shapes: Shapes = {f"{self.name}.weight": (self.outputs, self.inputs)}
+        if self.has_bias:
+            shapes[f"{self.name}.bias"] = (self.outputs,)
+        return shapes
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        return Cost(self.inputs * self.outputs, f"{self.name}.weight" in trained, self.inputs)
+
 
 @dataclass(frozen=True, slots=True)
-class Gelu:
+class Gelu(Operation):
     """The exact GELU."""
 
+    width: int
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        return Cost(for_input=self.width)
+
 
 @dataclass(frozen=True, slots=True)
-class Swiglu:
-    """Of 2 F features the first F, times SiLU of the others."""
+class Swiglu(Operation):
+    """The first half of the features, times SiLU of the second."""
+
+    width: int  # of its input
+    key = "width"
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        # both halves of its input, and the gates' SiLU
+        return Cost(for_input=1.5 * self.width)
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class Gated(Operation):
     """Linear layers gate_proj, up_proj and down_proj without bias: down(SiLU(gate(x)) * up(x))."""
 
     name: str
     inputs: int
     inner: int
     outputs: int
+    key = "width"
+
+    def shapes(self) -> Shapes:
+        return {
+            f"{self.name}.gate_proj.weight": (self.inner, self.inputs),
+            f"{self.name}.up_proj.weight": (self.inner, self.inputs),
+            f"{self.name}.down_proj.weight": (self.outputs, self.inner),
+        }
+
+    def cost(self, trained: Collection[str]) -> Cost:
+        # its input, what both make of it, the gates' SiLU, and the product
+        return Cost(
+            self.inner * (2 * self.inputs + self.outputs),
+            bool(trained),
+            self.inputs + self.inner,
+            3 * self.inner,
+        )
+
+
+class Branch(Operation):
+    """Begin DeepStack's next merger: the operations behind it read that block's features."""
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Begin the next of DeepStack's mergers: the operations behind it read that block's
-    features.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Newline:
+class Newline(Operation):
     """A trained embedding behind each line of an image's positions."""
 
     name: str
     width: int
 
-
-Operation = Shuffle | Pool | LayerNorm | RmsNorm | Linear | Gelu | Swiglu | Gated | Branch | Newline
+    def shapes(self) -> Shapes:
+        return {self.name: (self.width,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a connector's operations depend on."""
+    """Sizes on which a connector's operations depend."""
 
     vision_width: int  # features of a patch
     llm_width: int  # the LLM's hidden size
@@ -132,19 +198,20 @@ def linear(sizes: Sizes) -> tuple[Operation, ...]:
 def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
     """LLaVA-1.5's projector (arXiv:2310.03744): LlavaMultiModalProjector."""
     first = Linear("linear_1", sizes.vision_width, sizes.llm_width)
-    return first, Gelu(), Linear("linear_2", sizes.llm_width, sizes.llm_width)
+    return first, Gelu(sizes.llm_width), Linear("linear_2", sizes.llm_width, sizes.llm_width)
 
 
 def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
-    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless
-    it is given.
+    """AyaVisionMultiModalProjector.
+
+    `alignment_intermediate_size` is the LLM's hidden size unless it is given.
     """
     inner = sizes.width or sizes.llm_width
     return (
         Shuffle(sizes.factor),
         LayerNorm("layernorm", sizes.shuffled, eps=1e-6),
         Linear("linear_1", sizes.shuffled, inner),
-        Swiglu(),
+        Swiglu(inner),
         Linear("linear_2", inner // 2, sizes.llm_width),
     )
 
@@ -160,36 +227,29 @@ def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
         Shuffle(sizes.factor),
         LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
         Linear("linear_1", sizes.shuffled, sizes.llm_width),
-        Gelu(),
-        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+        *mlp2x_gelu(sizes)[1:],
     )
 
 
 def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
-    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear
-    layers.
-    """
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both layers."""
     return (*mlp2x_gelu(sizes), Pool(sizes.factor))
 
 
 def norm_merge_mlp2x(sizes: Sizes) -> tuple[Operation, ...]:
-    """Mistral3MultiModalProjector, and LightOnOcr's; its norm takes its eps from the LLM's
-    configuration.
-    """
+    """Mistral3MultiModalProjector, and LightOnOcr's; its norm has the eps of the LLM's norms."""
     return (
         RmsNorm("norm", sizes.vision_width, sizes.norm_eps),
         Shuffle(sizes.factor, feature_first=True),
         Linear("merging_layer", sizes.shuffled, sizes.vision_width, has_bias=False),
         Linear("linear_1", sizes.vision_width, sizes.llm_width, has_bias=False),
-        Gelu(),
+        Gelu(sizes.llm_width),
         Linear("linear_2", sizes.llm_width, sizes.llm_width, has_bias=False),
     )
 
 
 def patch_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """The merger of LLaVA-OneVision 1.5 and Innovator-VL behind RICE, and Kimi-VL's projector
-    behind MoonViT.
-    """
+    """The merger behind RICE (LLaVA-OneVision 1.5, Innovator-VL) and MoonViT (Kimi-VL)."""
     return LayerNorm("norm", sizes.vision_width, eps=1e-5), *_merged(sizes)
 
 
@@ -204,11 +264,13 @@ def qwen_merger(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 def qwen_merger_deepstack(sizes: Sizes) -> tuple[Operation, ...]:
-    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks
-    (arXiv:2406.04334).
+    """Qwen3VLVisionPatchMerger, and one with a later norm for each of DeepStack's blocks.
+
+    DeepStack: arXiv:2406.04334.
     """
     branches: list[Operation] = []
-    for name in (f"deepstack.{number}." for number in range(sizes.deepstack)):
+    for number in range(sizes.deepstack):
+        name = f"deepstack.{number}."
         shuffle, *mapped = _merged(sizes, name)
         branches += [Branch(), shuffle, LayerNorm(f"{name}norm", sizes.shuffled, eps=1e-6), *mapped]
     return *qwen_merger(sizes), *branches
@@ -219,14 +281,15 @@ def _merged(sizes: Sizes, name: str = "") -> tuple[Operation, ...]:
     return (
         Shuffle(sizes.factor),
         first,
-        Gelu(),
+        Gelu(sizes.shuffled),
         Linear(f"{name}linear_2", sizes.shuffled, sizes.llm_width),
     )
 
 
 def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
-    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and Glm4vVisionPatchMerger;
-    GLM-OCR's too.
+    """Glm4vVisionModel's downsample, a convolution over 2 x 2 patches, and its PatchMerger.
+
+    GLM-OCR has it, too.
     """
     width = sizes.llm_width
     return (
@@ -234,7 +297,7 @@ def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
         Linear("downsample", sizes.shuffled, width),
         Linear("proj", width, width, has_bias=False),
         LayerNorm("post_projection_norm", width, eps=1e-5),
-        Gelu(),
+        Gelu(width),
         Gated("mlp", width, sizes.width or 3 * width, width),
     )
 
@@ -265,34 +328,40 @@ def connector(
         deepstack,
     )
     operations = CONNECTORS[section.type](sizes)
-    for key, kinds in (("factor", (Shuffle, Pool)), ("width", (Swiglu, Gated))):
-        if getattr(section, key) is not None and not _has(operations, kinds):
-            types = [name for name, make in CONNECTORS.items() if _has(make(Sizes(1, 2)), kinds)]
+    for key in ("factor", "width"):
+        value = getattr(section, key)
+        if value is not None and not _reads(operations, key):
+            types = [name for name, make in CONNECTORS.items() if _reads(make(Sizes(1, 2)), key)]
             raise UserError(
-                f"model.projector.{key}: {getattr(section, key)}, but {section.type} has none. "
-                "Leave it out, or set "
-                f"model.projector.type to one of {', '.join(types)}."
+                f"model.projector.{key}: {value}, but {section.type} has none. "
+                f"Leave it out, or set model.projector.type to one of {', '.join(types)}."
             )
-    if _has(operations, (Swiglu,)) and (sizes.width or llm_width) % 2:
+    inner = sizes.width or llm_width
+    if inner % 2 and any(isinstance(operation, Swiglu) for operation in operations):
         raise UserError(
-            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and "
-            "their gates. Set an "
-            "even number"
+            f"model.projector.width: {inner} cannot be halved into values and their gates. "
+            "Set an even number"
         )
-    return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
+    if newline:
+        operations += (Newline(NEWLINE, llm_width),)
+    return operations
+
+
+def _reads(operations: Sequence[Operation], key: str) -> bool:
+    """Whether operations read this key of model.projector."""
+    return key in {operation.key for operation in operations}
 
 
 def has_deepstack(section: ProjectorSection) -> bool:
     """Whether a connector takes the features of DeepStack's blocks."""
-    return _has(connector(section, 1, 2, deepstack=1), (Branch,))
+    operations = connector(section, 1, 2, deepstack=1)
+    return any(isinstance(operation, Branch) for operation in operations)
 
 
-def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for a stock model's config.json whose connector is another function of the
-    same tensors.
-    """
+def refuse_other_settings(config_json: Settings, source: str) -> None:
+    """Raise UserError for a config.json with another function of a connector's tensors."""
     settings = _STOCK_SETTINGS
-    # whose linear layers have no bias, by default and here
+    # its linear layers have no bias, by default and here
     if config_json.get("model_type") == "mistral3":
         settings = {**settings, "multimodal_projector_bias": False}
     for key, ours in settings.items():
@@ -303,42 +372,20 @@ def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
 
 
 def reduction(section: ProjectorSection) -> int:
-    """`factor_of` the connector that `section` (`model.projector`) names; raises what `connector`
-    raises.
-    """
+    """Return `factor_of` the connector `model.projector`; raises what `connector` raises."""
     return factor_of(connector(section, 1, 2))
 
 
 def factor_of(operations: Sequence[Operation]) -> int:
-    """How many patches a side become one position of the LLM; 1: each patch is one."""
-    return next(
-        (operation.factor for operation in operations if isinstance(operation, Shuffle | Pool)), 1
-    )
+    """Return the patches a side that become one position of the LLM; 1: each patch is one."""
+    for operation in operations:
+        if isinstance(operation, Shuffle | Pool):
+            return operation.factor
+    return 1
 
 
 def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterShape]:
-    """The parameters of a connector, by global names (`projector.linear_1.weight`)."""
+    """Yield the parameters of a connector, by global names (`projector.linear_1.weight`)."""
     for operation in operations:
-        if isinstance(operation, LayerNorm):
-            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
-            yield ParameterShape(f"projector.{operation.name}.bias", (operation.width,))
-        elif isinstance(operation, RmsNorm):
-            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
-        elif isinstance(operation, Linear):
-            yield ParameterShape(
-                f"projector.{operation.name}.weight", (operation.outputs, operation.inputs)
-            )
-            if operation.has_bias:
-                yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
-        elif isinstance(operation, Gated):
-            for layer in ("gate_proj", "up_proj"):
-                shape = (operation.inner, operation.inputs)
-                yield ParameterShape(f"projector.{operation.name}.{layer}.weight", shape)
-            shape = (operation.outputs, operation.inner)
-            yield ParameterShape(f"projector.{operation.name}.down_proj.weight", shape)
-        elif isinstance(operation, Newline):
-            yield ParameterShape(f"projector.{operation.name}", (operation.width,))
-
-
-def _has(operations: Sequence[Operation], kinds: tuple[type[Operation], ...]) -> bool:
-    return any(isinstance(operation, kinds) for operation in operations)
+        for name, shape in operation.shapes().items():
+            yield ParameterShape(f"projector.{name}", shape)

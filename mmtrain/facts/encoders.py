@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.facts.model_files import Shape
+from mmtrain.facts.settings import Shapes
 from mmtrain.layouts.native import PatchOrder
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ TESTED_TRANSFORMERS = "5.23"  # has all classes that are named here and in stock
 ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
-def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
+def rows(tensors: Shapes, name: str | None) -> int:
     """Return the number of tokens that a tensor (..., features) holds; 0 without it."""
     if name not in tensors:
         return 0
@@ -44,6 +44,8 @@ class NativeInput:
     block: int = 1  # patches come in blocks of block x block, which its own merger joins
     # its merger's last weight, from which the width of what it makes is read
     merged: str | None = None
+    has_merge_sizes: bool = False  # it asks for the patches a side that are merged: 1
+    is_cut_out: bool = False  # it takes patches as small pictures (1, P, 3, side, side)
     is_capped: bool = False  # of its layout, `Native`, as its stock class's processor resizes
 
 
@@ -98,7 +100,7 @@ class EncoderFamily:
             unused += (self.norm,)
         return unused
 
-    def prefix_tokens(self, tensors: Mapping[str, Shape]) -> int:
+    def prefix_tokens(self, tensors: Shapes) -> int:
         """Count class and register tokens, from the encoder's own tensors."""
         return sum(rows(tensors, name) for name in (self.class_token, *self.registers))
 
@@ -191,7 +193,7 @@ _PADDLE = EncoderFamily(
     beside=("vision_model.head.", "vision_model.embeddings.packing_position_embedding."),
     image_size=14,
     depth=27,
-    native=NativeInput("c dy dx", "packed"),
+    native=NativeInput("c dy dx", "packed", is_cut_out=True),
 )
 _VIDEO_LLAMA = replace(
     _SIGLIP,
@@ -200,7 +202,7 @@ _VIDEO_LLAMA = replace(
     beside=(),
     outer=(),
     image_size=16,
-    native=NativeInput("c dy dx", "packed"),
+    native=NativeInput("c dy dx", "packed", has_merge_sizes=True),
 )
 _MOONVIT = EncoderFamily(
     model="MoonViTModel",  # of modules.moonvit
@@ -330,7 +332,7 @@ def family_of(model_type: str | None, source: str) -> EncoderFamily:
     )
 
 
-def check_plain_vit(tensors: Mapping[str, Shape], architecture: str, source: str) -> None:
+def check_plain_vit(tensors: Shapes, architecture: str, source: str) -> None:
     """Raise UserError for a timm model that is no stack of equal blocks over equal patches."""
     if architecture.startswith("naflexvit"):
         raise UserError(

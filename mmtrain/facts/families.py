@@ -21,13 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.encoders import MROPE_ENCODERS
-from mmtrain.facts.model_files import DEQUANTISED, Shape, model_config
-from mmtrain.facts.settings import SYNONYMS, check_layers
+from mmtrain.facts.model_files import DEQUANTISED, model_config
+from mmtrain.facts.settings import SYNONYMS, Settings, Shape, Shapes, check_layers
 
 T = TypeVar("T")
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.|language_model\.)?"
@@ -53,6 +53,13 @@ _BUFFER = re.compile(
 # What checkpoints of a family call its parameters; transformers renames and joins them when it
 # loads.
 _RENAMED = {
+    "bailing_hybrid": (
+        (r"^model\.word_embeddings\.", "model.embed_tokens."),
+        (r"\.attention\.(f_proj\.|dt_bias|A_log)", r".self_attn.forget_gate.\1"),
+        (r"\.attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.attention\.", ".self_attn."),
+        (r"\.mlp\.gate\.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    ),
     "nemotron_h": ((r"^backbone\.", "model."),),
     "olmo_hybrid": (
         (r"\.attention_layer_norm\.", ".input_layernorm."),
@@ -134,7 +141,7 @@ WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text", "minimax"}
 """Families whose last decoder layer cannot run for supervised tokens alone (`takes_rows`)."""
 
 
-def check_family(config_json: dict[str, Any]) -> None:
+def check_family(config_json: Settings) -> None:
     """Raise UserError for an LLM that cannot be staged or packed, from its raw config.json."""
     family = config_json.get("model_type")
     if not family:
@@ -173,7 +180,7 @@ def refuse_without_mrope(family: str, source: str) -> None:
         )
 
 
-def quantised_by(config_json: Mapping[str, Any]) -> str | None:
+def quantised_by(config_json: Settings) -> str | None:
     """Return a checkpoint's method of quantisation, from its raw config.json; None: it has none."""
     for settings in map(config_json.get, SYNONYMS["quantisation"]):
         if settings:
@@ -181,7 +188,7 @@ def quantised_by(config_json: Mapping[str, Any]) -> str | None:
     return None
 
 
-def remote_code(config_json: dict[str, Any]) -> str:
+def remote_code(config_json: Settings) -> str:
     """Explain that a model needs code from its folder; empty where its config.json names none."""
     if not config_json.get("auto_map"):
         return ""
@@ -219,14 +226,14 @@ def loaded_name(model_type: str, name: str) -> str:
     return name
 
 
-def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, Shape]:
+def parameters_on_disk(model_type: str, tensors: Shapes) -> Shapes:
     """Return the stock model's parameters from the tensors of its files.
 
     Buffers are left out, expert weights fused: transformers 5 has the experts of a layer in
     `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I), checkpoints one tensor per
     expert.
     """
-    parameters: dict[str, Shape] = {}
+    parameters: Shapes = {}
     for on_disk, full_name in full_names(model_type, tensors).items():
         name = loaded_name(model_type, full_name)
         shape = tensors[on_disk]
@@ -251,7 +258,7 @@ def _fused(
     model_type: str,
     expert: re.Match[str],
     shape: Shape,
-    parameters: Mapping[str, Shape],
+    parameters: Shapes,
 ) -> tuple[str, Shape]:
     """Return name and shape of the tensor that holds this expert and those in `parameters`."""
     layer, number, matrix = expert.groups()
@@ -301,7 +308,7 @@ MROPE_MODELS = {
 }
 # How many of 64 rotary frequencies turn by row and by column, for LLMs that were published without
 # M-RoPE.
-MROPE_SECTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
+MROPE_SECTIONS: dict[str, tuple[int, int, Settings]] = {
     "qwen2": (24, 24, {}),  # Qwen2.5-VL's
     "qwen3": (20, 20, {"mrope_interleaved": True}),  # Qwen3-VL's
 }
@@ -351,7 +358,7 @@ _ENCODER = re.compile(
 )
 
 
-def llm_config(folder: Path) -> dict[str, Any]:
+def llm_config(folder: Path) -> Settings:
     """Return config.json of the causal LM in `folder`, which may be a whole model's.
 
     Raises UserError where that lacks it.
@@ -378,7 +385,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
     return config | {key: value for key, value in more.items() if value is not None}
 
 
-def _plain_scales(text: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_scales(text: Settings) -> Settings:
     """Return the keys by which a text model alone scales, with values that change nothing.
 
     Multimodal classes do not scale by them.
@@ -389,7 +396,7 @@ def _plain_scales(text: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key in used}
 
 
-def scaled_by(text: Mapping[str, Any]) -> str:
+def scaled_by(text: Settings) -> str:
     """Return a key by which a text model, but no multimodal class, scales or caps; "": none."""
     for key, plain in _plain_scales(text).items():
         if text.get(key, key) not in (None, plain):
@@ -426,7 +433,7 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
     return own
 
 
-def encoder_config(folder: Path) -> dict[str, Any]:
+def encoder_config(folder: Path) -> Settings:
     """Return config.json of the encoder in `folder`, which may be a whole model's.
 
     A timm encoder's has an architecture. Raises UserError for weights that are quantised.
@@ -465,13 +472,13 @@ def holds_encoder(folder: Path) -> bool:
     return holds_parts(folder) and "vision_config" in model_config(folder)
 
 
-def _part(config_json: Mapping[str, Any], key: str, folder: Path) -> dict[str, Any]:
+def _part(config_json: Settings, key: str, folder: Path) -> Settings:
     if not config_json.get(key):
         raise UserError(f"{folder}: config.json has no {key}. Download the file again")
     return config_json[key]
 
 
-def _one_prefix(pattern: re.Pattern[str], names: Mapping[str, Any], folder: Path) -> str:
+def _one_prefix(pattern: re.Pattern[str], names: Settings, folder: Path) -> str:
     prefixes = sorted({match[1] for match in map(pattern.match, names) if match})
     if len(prefixes) == 1:
         return prefixes[0]

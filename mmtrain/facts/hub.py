@@ -1,8 +1,7 @@
-"""From and to the Hugging Face hub, by huggingface_hub, whose own settings say where that is, and
-as whom.
+"""Downloads from and uploads to the Hugging Face hub, by huggingface_hub and its own settings.
 
-configuration --download_models--> the local cache           exported folder --push--> a private
-    repository
+configuration   --download_models--> the local cache
+exported folder --push--> a private repository
 
 A mirror may be anybody's, and huggingface_hub makes paths of headers, follows lists without end and
 stores all that is sent: `_Answers` checks what a hub answers before that library reads it.
@@ -70,7 +69,9 @@ class _Answers:
         is_file = method == "GET" and answer.is_success and self.show
         # After a lost connection, huggingface_hub asks for the rest: "bytes=START-".
         start = answer.request.headers.get("Range", "0").strip("bytes=-")
-        left = self.size - int(start) if is_file else MAX_JSON_BYTES
+        left = MAX_JSON_BYTES
+        if is_file:
+            left = self.size - int(start)
         answer.iter_raw = functools.partial(self._bounded, answer.iter_raw, left, is_file)
 
     def _bounded(self, read: Any, left: int, is_file: object) -> Iterator[bytes]:
@@ -106,31 +107,30 @@ def _hub(what: str) -> Iterator[_Answers]:
 
 
 def download_models(config: RunConfig) -> None:
-    """Download what the local cache lacks of models named by hub ids; raises UserError for what the
-    hub refuses.
+    """Download the models named by hub ids that the local cache lacks.
+
+    Raises UserError for what the hub refuses.
     """
     from mmtrain.facts.timm_models import timm_config
     from mmtrain.facts.vision_files import is_timm_name
 
     constants.HF_HUB_DISABLE_XET = True  # that library writes files itself, unseen by _Answers
     model = config.model
-    for name in filter(
-        None, (model.pretrained, model.llm.path, model.vision and model.vision.name)
-    ):
-        hub_id = timm_config(name).hf_hub_id or "" if is_timm_name(name) else name
+    names = (model.pretrained, model.llm.path, model.vision and model.vision.name)
+    for hub_id in filter(None, names):
+        if is_timm_name(hub_id):
+            hub_id = timm_config(hub_id).hf_hub_id or ""
         here = find_model_folder(hub_id)
-        if (
-            HUB_ID.fullmatch(hub_id)
-            and "/" in hub_id
-            and not (here and any(here.glob("*.safetensors")))
-        ):
+        is_here = here is not None and any(here.glob("*.safetensors"))
+        if HUB_ID.fullmatch(hub_id) and "/" in hub_id and not is_here:
             with _hub(f"{hub_id} on the hub") as answers:
                 _download(hub_id, answers)
 
 
 def _download(hub_id: str, answers: _Answers) -> None:
-    """Download the newest commit, file by file: in the threads of snapshot_download, Ctrl-C would
-    go unheard.
+    """Download the newest commit, file by file.
+
+    In the threads of snapshot_download, Ctrl-C would go unheard.
     """
     listed = HfApi().model_info(hub_id)
     commit = str(listed.sha)
@@ -152,8 +152,9 @@ def _download(hub_id: str, answers: _Answers) -> None:
 
 
 def make_repository(repository: str) -> None:
-    """Make the private repository ORG/NAME unless it is there; raises UserError for what the hub
-    refuses.
+    """Make the private repository ORG/NAME unless it is there.
+
+    Raises UserError for what the hub refuses.
     """
     with _hub(f"--push {repository}: the repository"):
         # with a wrong token `create_repo` would be content with a repository that is there
@@ -162,13 +163,13 @@ def make_repository(repository: str) -> None:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository in one commit; return the commit's address. Raises
-    UserError.
+    """Upload a folder to a repository in one commit; return the commit's address.
+
+    Raises UserError for what the hub refuses.
     """
     with _hub(f"--push {repository}: the repository"):
         message = f"Exported by mmtrain {VERSION}"
-        return (
-            HfApi()
-            .upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-            .commit_url
+        commit = HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=message
         )
+        return commit.commit_url

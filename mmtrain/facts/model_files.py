@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -20,7 +19,7 @@ from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
-from mmtrain.facts.settings import check_settings
+from mmtrain.facts.settings import Settings, Shapes, check_settings
 
 CONFIG = "config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -39,8 +38,6 @@ PREFIX = "demo:"
 MODELS = {
     name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision", "vision_native")
 }
-
-Shape = tuple[int, ...]
 
 
 def is_demo(name: str) -> bool:
@@ -121,7 +118,7 @@ def no_model(path: str) -> UserError:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Settings:
     """Return the JSON object in a file of a model's folder.
 
     Raises UserError, naming the file, for content that no such file has.
@@ -140,12 +137,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def model_config(folder: Path) -> dict[str, Any]:
+def model_config(folder: Path) -> Settings:
     """Read the config.json of a model's folder."""
     return read_json(folder / CONFIG)
 
 
-def optional_json(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+def optional_json(folder: Path, name: str = CONFIG) -> Settings:
     """Read a JSON file of a model's folder; empty where there is none."""
     if (folder / name).is_file():
         return read_json(folder / name)
@@ -164,7 +161,7 @@ def foreign_files(what: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be used ({reason})") from error
 
 
-def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
+def tensor_shapes(folder: Path) -> Shapes | None:
     """Return name and shape of every tensor in a folder's safetensors files, in file order.
 
     None if it has no weight files. Raises UserError for missing shards, a damaged file, `.bin`
@@ -180,7 +177,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
                 f"{folder}: {len(missing)} of {len(files)} weight files named in "
                 f"{index.name} are missing, e.g. {missing[0]}. Finish the download"
             )
-        stored: dict[str, Shape] = {}
+        stored: Shapes = {}
         for file in files:
             stored |= read_header(file, are_weights=True)
         for name, file_name in weight_map.items():
@@ -220,7 +217,7 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def read_header(file: Path, are_weights: bool = False) -> dict[str, Shape]:
+def read_header(file: Path, are_weights: bool = False) -> Shapes:
     """Return name and shape of every tensor in one safetensors file, in the order of their bytes.
 
     Reads its header alone. Raises UserError for a damaged file, and where it holds weights of less

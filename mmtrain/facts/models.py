@@ -75,8 +75,9 @@ class Models:
 
     @cached_property
     def published_vision(self) -> VisionShape:
-        """The vision encoder without adapters; one for images of any size has the cells that the
-        connector makes.
+        """The vision encoder without adapters.
+
+        One for images of any size has the cells that the connector makes.
         """
         chosen, projector = self.section.vision, self.section.projector
         if chosen is None:
@@ -110,9 +111,7 @@ class Models:
 
     @cached_property
     def connector(self) -> tuple[Operation, ...]:
-        """The operations of the connector with the widths of encoder and LLM; () without an
-        encoder.
-        """
+        """The connector, with the widths of encoder and LLM; () without an encoder."""
         if self.section.vision is None:
             return ()
         llm, vision = self.published_llm, self.published_vision
@@ -146,8 +145,9 @@ class Models:
 
     @property
     def first_layers(self) -> int:
-        """Layers that stage 0 holds at least: on another stage DeepStack's features would have to
-        travel there.
+        """The number of layers that stage 0 holds at least.
+
+        DeepStack's features would have to travel to another stage.
         """
         return 1 + len(self.vision.deepstack)
 
@@ -212,15 +212,13 @@ def _layout(section: ModelSection, layout: type[ImageLayout], vision: VisionShap
         numbers |= {"factor": side, "is_capped": native.is_capped}
     given = {key: value for key, value in numbers.items() if value is not None}
     made = layout(vision.features_per_image // factor**2, size, **given)
-    if isinstance(made, Native):
+    if layout.attends_across:
         _refuse_small_bounds(made)
     return made
 
 
 def _refuse_other_encoder(name: str, layout: type[ImageLayout], vision: VisionShape) -> None:
-    """Raise UserError for a layout of squares where the encoder takes images of any size, or the
-    reverse.
-    """
+    """Raise UserError for a layout of squares and an encoder of any size, or the reverse."""
     if layout.attends_across == (vision.family.native is not None):
         return
     if layout.attends_across:

@@ -1,4 +1,4 @@
-"""Which weights of a decoder layer are kept in fewer bits, and what they take then, without torch.
+"""Weights of a decoder layer that are kept in fewer bits, and their size then, without torch.
 
 The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA,
 arXiv:2305.14314, quantises the scales, too). Norms, biases, adapters, routers and what a recurrent

@@ -15,13 +15,12 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.facts.families import PLAIN_HEAD, TOKEN_SCALES
-from mmtrain.facts.model_files import Shape, foreign_files, read_json
-from mmtrain.facts.settings import SYNONYMS
+from mmtrain.facts.model_files import foreign_files, read_json
+from mmtrain.facts.settings import SYNONYMS, Settings, Shapes
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -61,8 +60,8 @@ class Recorded:
     kind: str  # "llm" or "vision"
     id: str
     aliases: tuple[str, ...]  # other names of models with the same shapes
-    config: dict[str, Any]
-    parameters: dict[str, Shape]
+    config: Settings
+    parameters: Shapes
 
 
 def own_records() -> Path:
@@ -86,7 +85,7 @@ def find_recorded(kind: str, name: str) -> Recorded | None:
 
 def as_json(recorded: Recorded) -> str:
     """Return the file content of a record: a line for each top-level key, and for each group."""
-    groups: list[dict[str, Any]] = [{}]
+    groups: list[Settings] = [{}]
     for (layers, index), names in itertools.groupby(recorded.parameters, _layer):
         own = f"{layers}{index}."
         parameters = {name.removeprefix(own): list(recorded.parameters[name]) for name in names}
@@ -115,8 +114,8 @@ def _layer(name: str) -> tuple[str, int]:
     return "", -1
 
 
-def _expanded(content: dict[str, Any]) -> Recorded:
-    parameters: dict[str, Shape] = {}
+def _expanded(content: Settings) -> Recorded:
+    parameters: Shapes = {}
     for group in content["parameters"]:
         own = group
         prefixes = [""]

@@ -6,13 +6,15 @@ hours of work, a traceback, or memory that a rank lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_LAYERS
 
+Settings = dict[str, Any]  # the content of a JSON file
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]  # of tensors, by name
 # The keys of one fact in config.json, in the order in which they are read.
 SYNONYMS = {
     # of an LLM
@@ -42,69 +44,95 @@ _FRACTIONS = ("_ratio", "_factor", "_eps", "model_max_length")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens")
 _SINGLE = ("resample", "bos_token_id", "pad_token_id")
 MAX_TOKEN_ID = 1_000_000_000
-# Smallest and largest number, in whatever part of a file the key stands. Models of several stages
-# list numbers.
-_BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(_WIDTHS, (1, 1_000_000)),
-    **dict.fromkeys(_LAYERS, (1, MAX_LAYERS)),
-    **dict.fromkeys(
-        (*SYNONYMS["heads"], *SYNONYMS["encoder_heads"], "num_key_value_heads"), (1, 10_000)
-    ),
-    **dict.fromkeys(
-        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 100_000)
-    ),
-    **dict.fromkeys((*SYNONYMS["experts"], *SYNONYMS["experts_per_token"]), (0, 100_000)),
-    **dict.fromkeys((*SYNONYMS["mixer_state"], *SYNONYMS["mixer_chunk"]), (1, 100_000)),
-    **dict.fromkeys(("image_seq_len", "image_seq_length", "num_image_tokens"), (1, 100_000)),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
-    **dict.fromkeys(("num_labels", "num_classes"), (0, 1_000_000)),
-    **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
-    **dict.fromkeys(("mlp_ratio", "num_nextn_predict_layers"), (0, 100)),
-    # of pictures for the encoder; largest: 1,540
-    **dict.fromkeys(("height", "width", "tile_size"), (1, 4_096)),
-    **dict.fromkeys(
-        ("max_patches", "max_num_tiles", "scale_factor", "downsample_factor"), (1, 100)
-    ),
-    **dict.fromkeys(("pooling_ratio", "projector_pooling_ratio"), (1, 100)),
-    **dict.fromkeys(_SIDES, (1, 30_000)),
-    **dict.fromkeys(_TOKENS, (-1, MAX_TOKEN_ID)),
-    "sliding_window": (0, 1_000_000_000),
-    "num_register_tokens": (0, 1_000),
-    "num_channels": (1, 16),
-    "rms_norm_eps": (0, 1),
-    "downsample_ratio": (0.01, 100),
-    "rescale_factor": (0.0001, 1),
-    "partial_rotary_factor": (0.001, 1),
-    "resample": (0, 5),  # of PIL.Image.Resampling
-    "model_max_length": (1, 1e31),  # transformers writes 1e30 for a tokenizer without one
-}
-_OBJECTS = (
-    "text_config",
-    "vision_config",
-    "model_args",
-    "pretrained_cfg",
-    "image_processor",
-    "rope_parameters",
-    "rope_scaling",
-    *SYNONYMS["quantisation"],
-)
-_FLAGS = (
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "multi_query",
-    "do_resize",
-    "do_rescale",
-    "do_normalize",
-)
-_OTHERS = {
-    **dict.fromkeys(_OBJECTS, (dict, "an object")),
-    **dict.fromkeys(_FLAGS, (bool, "true or false")),
-    **dict.fromkeys(("model_type", "architecture"), (str, "a text")),
-    **dict.fromkeys(SYNONYMS["layer_kinds"], (list, "a list of texts")),
-}
 
 
-def first(config_json: Mapping[str, Any], fact: str) -> Any:
+def _by_key(table: dict[Any, tuple[str, ...]]) -> Settings:
+    """Return the values of a table by each of the keys that it lists for them."""
+    values: Settings = {}
+    for value, keys in table.items():
+        values |= dict.fromkeys(keys, value)
+    return values
+
+
+# Keys by the smallest and the largest number that they may have, in whatever part of a file they
+# stand. Models of several stages list numbers.
+_BOUNDS = _by_key(
+    {
+        (1, 1_000_000): _WIDTHS,
+        (1, MAX_LAYERS): _LAYERS,
+        (1, 10_000): (*SYNONYMS["heads"], *SYNONYMS["encoder_heads"], "num_key_value_heads"),
+        (0, 100_000): (
+            "head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            *SYNONYMS["experts"],
+            *SYNONYMS["experts_per_token"],
+        ),
+        (1, 100_000): (
+            *SYNONYMS["mixer_state"],
+            *SYNONYMS["mixer_chunk"],
+            "image_seq_len",
+            "image_seq_length",
+            "num_image_tokens",
+        ),
+        (1, 1_000_000_000): ("vocab_size", "max_position_embeddings", "n_positions"),
+        (0, 1_000_000): ("num_labels", "num_classes"),
+        (0, 1_000_000_000): ("sliding_window",),
+        (0, 1_000): ("num_register_tokens",),
+        (1, 16): ("num_channels",),
+        (0, 100): (
+            "num_additional_image_tokens",
+            "min_patches",
+            "mlp_ratio",
+            "num_nextn_predict_layers",
+        ),
+        (0, 1): ("rms_norm_eps",),
+        (0.01, 100): ("downsample_ratio",),
+        (0.0001, 1): ("rescale_factor",),
+        (0.001, 1): ("partial_rotary_factor",),
+        (0, 5): ("resample",),  # of PIL.Image.Resampling
+        (1, 4_096): ("height", "width", "tile_size"),  # of pictures for the encoder; largest: 1,540
+        (1, 100): (
+            "max_patches",
+            "max_num_tiles",
+            "scale_factor",
+            "downsample_factor",
+            "pooling_ratio",
+            "projector_pooling_ratio",
+        ),
+        (1, 30_000): _SIDES,
+        (1, 1e31): ("model_max_length",),  # transformers writes 1e30 for a tokenizer without one
+        (-1, MAX_TOKEN_ID): _TOKENS,
+    }
+)
+_OTHERS = _by_key(
+    {
+        (dict, "an object"): (
+            "text_config",
+            "vision_config",
+            "model_args",
+            "pretrained_cfg",
+            "image_processor",
+            "rope_parameters",
+            "rope_scaling",
+            *SYNONYMS["quantisation"],
+        ),
+        (bool, "true or false"): (
+            "tie_word_embeddings",
+            "use_sliding_window",
+            "multi_query",
+            "do_resize",
+            "do_rescale",
+            "do_normalize",
+        ),
+        (str, "a text"): ("model_type", "architecture"),
+        (list, "a list of texts"): SYNONYMS["layer_kinds"],
+    }
+)
+
+
+def first(config_json: Settings, fact: str) -> Any:
     """Return the value of the first key of a fact that a config.json has; None: it has none."""
     values = map(config_json.get, SYNONYMS[fact])
     return next((value for value in values if value is not None), None)
@@ -159,9 +187,7 @@ def _needed(key: str, value: Any) -> str | None:
     return None
 
 
-def check_sizes(
-    config_json: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: str
-) -> None:
+def check_sizes(config_json: Settings, shapes: Shapes, folder: str) -> None:
     """Raise UserError where a config.json asks for a larger model than the folder's tensors are."""
     largest = max(map(max, filter(None, shapes.values())), default=0)
     for key, value in config_json.items():
@@ -182,7 +208,7 @@ def is_whole(value: Any, least: int, most: float) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def check_layers(part: dict[str, Any], source: str) -> None:
+def check_layers(part: Settings, source: str) -> None:
     """Raise UserError for layers that differ in width or heads, or heads that do not divide it."""
     for key in _BOUNDS:
         value = part.get(key)

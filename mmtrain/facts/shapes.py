@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -32,9 +31,17 @@ from mmtrain.facts.families import (
     remote_code,
     scaled_by,
 )
-from mmtrain.facts.model_files import Shape, find_model_folder, no_model, tensor_shapes
+from mmtrain.facts.model_files import find_model_folder, no_model, tensor_shapes
 from mmtrain.facts.recorded_shapes import find_recorded
-from mmtrain.facts.settings import MAX_TOKEN_ID, check_sizes, first, is_whole
+from mmtrain.facts.settings import (
+    MAX_TOKEN_ID,
+    Settings,
+    Shape,
+    Shapes,
+    check_sizes,
+    first,
+    is_whole,
+)
 from mmtrain.facts.timm_models import timm_config, timm_record
 from mmtrain.facts.vision_files import (
     EncoderSettings,
@@ -115,7 +122,8 @@ class VisionShape:
 
     @property
     def feature_width(self) -> int:
-        return (self.merged_width or self.width) * (1 + len(self.deepstack))
+        width = self.merged_width or self.width
+        return width * (1 + len(self.deepstack))
 
     @property
     def features_per_image(self) -> int:
@@ -178,9 +186,7 @@ def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
     )
 
 
-def llm_shape_from(
-    config_json: dict[str, Any], parameters: dict[str, Shape], source: str
-) -> LlmShape:
+def llm_shape_from(config_json: Settings, parameters: Shapes, source: str) -> LlmShape:
     """Return the shape of a causal LM from its raw config.json and parameters by stock name."""
     check_family(config_json)
     front, decoder, head = _parts(config_json, parameters, source)
@@ -233,7 +239,7 @@ Parameters = list[ParameterShape]
 
 
 def _parts(
-    config_json: dict[str, Any], parameters: dict[str, Shape], source: str
+    config_json: Settings, parameters: Shapes, source: str
 ) -> tuple[Parameters, list[Parameters], Parameters]:
     """Return an LLM's parameters before its decoder layers, of each of these, and behind them.
 
@@ -280,7 +286,7 @@ def _parts(
     return front, [decoder[index] for index in range(layers)], head
 
 
-def _is_tied(config_json: dict[str, Any], has_head: bool, source: str) -> bool:
+def _is_tied(config_json: Settings, has_head: bool, source: str) -> bool:
     """Whether the LM head is the embedding; raises UserError for an LLM without any."""
     tied = config_json.get("tie_word_embeddings")
     if tied is None:
@@ -294,7 +300,7 @@ def _is_tied(config_json: dict[str, Any], has_head: bool, source: str) -> bool:
     return tied
 
 
-def _refuse_other_vocabulary(config_json: dict[str, Any], rows: int, source: str) -> None:
+def _refuse_other_vocabulary(config_json: Settings, rows: int, source: str) -> None:
     """Raise UserError for a vocabulary or a padding token that the embedding's rows do not have."""
     if config_json.get("vocab_size") not in (None, rows):
         raise UserError(
@@ -308,7 +314,7 @@ def _refuse_other_vocabulary(config_json: dict[str, Any], rows: int, source: str
         )
 
 
-def _refuse_other_rotations(config_json: dict[str, Any], head_dim: int, source: str) -> None:
+def _refuse_other_rotations(config_json: Settings, head_dim: int, source: str) -> None:
     """Raise UserError where M-RoPE's sections, pairs of features, are not what a head rotates."""
     rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     sections = rope.get("mrope_section")
@@ -321,7 +327,7 @@ def _refuse_other_rotations(config_json: dict[str, Any], head_dim: int, source: 
         )
 
 
-def _window(config_json: dict[str, Any]) -> int | None:
+def _window(config_json: Settings) -> int | None:
     window = config_json.get("sliding_window")
     if not window or config_json.get("use_sliding_window") is False:
         return None
@@ -397,8 +403,8 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
 
 
 def vision_shape_from(
-    config_json: dict[str, Any],
-    tensors: dict[str, Shape],
+    config_json: Settings,
+    tensors: Shapes,
     select_layer: int,
     source: str,
     final_norm: bool = False,
@@ -418,23 +424,7 @@ def vision_shape_from(
     tensors = family.own(tensors)
     patches = _patch_embedding(settings, tensors, source)
 
-    # the blocks that run
-    numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
-    index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
-    depth = max(index_of.values(), default=-1) + 1
-    if not 0 < depth <= MAX_LAYERS:
-        raise UserError(
-            f"{source}: its weights have {depth:,} blocks ({family.blocks}N); "
-            f"needed are 1 to {MAX_LAYERS}"
-        )
-    if family is not TIMM_VIT:
-        _refuse_odd_block(tensors, numbered, depth, source)
-    blocks_run = depth + select_layer + 1
-    if blocks_run < 1:
-        raise UserError(
-            f"model.vision.select_layer: {select_layer} is out of range: "
-            f"{source} has {depth} blocks, so -1 (the last) down to {-depth} (the first)"
-        )
+    blocks_run, running = _running(family, tensors, select_layer, source)
 
     # sizes of its images
     width = patches[0]
@@ -462,10 +452,7 @@ def vision_shape_from(
             )
         joined = native.block
         merged_width = tensors[native.merged][0]
-    parameters = []
-    for name, shape in tensors.items():
-        if index_of.get(name, 0) < blocks_run and not name.startswith(unused):
-            parameters.append(ParameterShape(f"vision.{name}", shape))
+    used = [name for name in running if not name.startswith(unused)]
     return VisionShape(
         source=source,
         family=family,
@@ -476,7 +463,7 @@ def vision_shape_from(
         prefix_tokens=family.prefix_tokens(tensors),
         image_size=image_size,
         patch_size=patch_size,
-        parameters=tuple(parameters),
+        parameters=tuple(ParameterShape(f"vision.{name}", tensors[name]) for name in used),
         blocks_run=blocks_run,
         merge=joined,
         merged_width=merged_width,
@@ -486,7 +473,7 @@ def vision_shape_from(
     )
 
 
-def _patch_embedding(settings: EncoderSettings, tensors: dict[str, Shape], source: str) -> Shape:
+def _patch_embedding(settings: EncoderSettings, tensors: Shapes, source: str) -> Shape:
     """Return the shape of the patch convolution; raises UserError for one that is not there.
 
     It is (width, 3, side, side), with frames before the sides where its patches come in blocks, and
@@ -515,17 +502,37 @@ def _patch_embedding(settings: EncoderSettings, tensors: dict[str, Shape], sourc
     return patches
 
 
-def _refuse_odd_block(
-    tensors: dict[str, Shape], numbered: re.Pattern[str], depth: int, source: str
-) -> None:
-    """Raise UserError for blocks that are not equal."""
-    blocks: list[dict[str, Shape]] = [{} for _ in range(depth)]
+def _running(
+    family: EncoderFamily, tensors: Shapes, select_layer: int, source: str
+) -> tuple[int, list[str]]:
+    """Return the number of blocks that run, and the names of tensors but those of other blocks.
+
+    Raises UserError for too many blocks or none, for blocks that are not equal, and for a selected
+    one that is not there.
+    """
+    numbered = re.compile(re.escape(family.blocks) + r"(\d+)\.")
+    block_of: dict[str, int] = {}
+    blocks: dict[int, Shapes] = {}
     for name, shape in tensors.items():
         if match := numbered.match(name):
-            blocks[int(match[1])][name.removeprefix(match[0])] = shape
-    for index, block in enumerate(blocks):
-        if block != blocks[0]:
+            block_of[name] = number = int(match[1])
+            blocks.setdefault(number, {})[name.removeprefix(match[0])] = shape
+    depth = max(blocks, default=-1) + 1
+    if not 0 < depth <= MAX_LAYERS:
+        raise UserError(
+            f"{source}: its weights have {depth:,} blocks ({family.blocks}N); "
+            f"needed are 1 to {MAX_LAYERS}"
+        )
+    for number in range(depth):
+        if family is not TIMM_VIT and blocks.get(number, {}) != blocks.get(0, {}):
             raise UserError(
-                f"{source}: its block {index} has other tensors than block 0. "
+                f"{source}: its block {number} has other tensors than block 0. "
                 "Download the folder again"
             )
+    blocks_run = depth + select_layer + 1
+    if blocks_run < 1:
+        raise UserError(
+            f"model.vision.select_layer: {select_layer} is out of range: "
+            f"{source} has {depth} blocks, so -1 (the last) down to {-depth} (the first)"
+        )
+    return blocks_run, [name for name in tensors if block_of.get(name, 0) < blocks_run]

@@ -13,11 +13,11 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmtrain.base.errors import UserError
-from mmtrain.facts.model_files import Shape
 from mmtrain.facts.recorded_shapes import Recorded
+from mmtrain.facts.settings import Settings, Shapes
 
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
@@ -42,7 +42,7 @@ def timm_config(name: str) -> PretrainedCfg:
     return config
 
 
-def refuse_wrong_activation(config_json: dict[str, Any]) -> None:
+def refuse_wrong_activation(config_json: Settings) -> None:
     """Raise UserError where a CLIP trained with QuickGELU would run with GELU.
 
     It loads, and its features are wrong.
@@ -167,7 +167,7 @@ DINOV2 = StockModel(
 )
 
 
-def form_of(shapes: Mapping[str, Shape], *, final_norm: bool) -> StockModel | str:
+def form_of(shapes: Shapes, *, final_norm: bool) -> StockModel | str:
     """Return the stock model for a timm ViT of these parameters, or a reason why there is none.
 
     final_norm: features come from behind the last norm.

@@ -24,7 +24,7 @@ from mmtrain.facts.model_files import (
     optional_json,
     read_json,
 )
-from mmtrain.facts.settings import check_layers, first, is_whole
+from mmtrain.facts.settings import Settings, check_layers, first, is_whole
 from mmtrain.facts.timm_models import timm_config
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
@@ -73,7 +73,7 @@ def is_timm_name(name: str) -> bool:
     return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
-def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSettings:
+def encoder_settings(config_json: Settings, source: str) -> EncoderSettings:
     """Read the config.json of an encoder, or of a model that holds one.
 
     Raises UserError for another model.
@@ -120,7 +120,7 @@ def encoder_settings(config_json: dict[str, Any], source: str) -> EncoderSetting
     return EncoderSettings(family, side, heads, blocks, window, full, deepstack)
 
 
-def _block_numbers(settings: dict[str, Any], key: str, blocks: int, source: str) -> tuple[int, ...]:
+def _block_numbers(settings: Settings, key: str, blocks: int, source: str) -> tuple[int, ...]:
     numbers = settings.get(key)
     if numbers is None:
         return _BLOCK_NUMBERS[key]
@@ -181,7 +181,8 @@ def preprocessing(folder: Path) -> Preprocessing:
             f"{file}: do_rescale is false, so its encoder takes bytes as they are; needed is true"
         )
     # files hold 1/255 in several precisions
-    scale = round(255 * (facts.get("rescale_factor") or 1 / 255), 6)
+    factor = facts.get("rescale_factor") or 1 / 255
+    scale = round(255 * factor, 6)
     mean = [0.0] * 3
     std = [1.0] * 3
     if facts.get("do_normalize") is not False:
@@ -215,7 +216,7 @@ def published_images(name: str) -> PublishedImages | None:
     return PublishedImages(size, made.mean, made.std, Image.Resampling(made.resample).name.lower())
 
 
-def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> list[float]:
+def _statistics(facts: Settings, key: str, least: float, file: Path) -> list[float]:
     """Return the mean or the standard deviation of each channel.
 
     Raises UserError for values that no encoder has.
@@ -232,7 +233,7 @@ def _statistics(facts: dict[str, Any], key: str, least: float, file: Path) -> li
     return values
 
 
-def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+def image_settings(folder: Path) -> tuple[Path, Settings | None]:
     """Return the file of a folder of transformers that describes its images, and its content.
 
     The content is None where there is no such file.

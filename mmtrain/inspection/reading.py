@@ -27,7 +27,7 @@ WORDS_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Tokenization):
-    """How a run reads shards and makes tokens of their samples."""
+    """The settings by which a run reads shards and makes tokens of their samples."""
 
     pack_length: int
     max_tiles_per_pack: int | None

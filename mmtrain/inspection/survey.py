@@ -25,9 +25,6 @@ from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
-# what is above this quantile shares one bin, so that a few giants do not squeeze all others into
-# one
-
 
 @dataclass(frozen=True, eq=False)
 class Survey:
@@ -164,8 +161,8 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
     defaults = DataSection.model_fields
     shuffle_shards = defaults["shuffle_shards"].default
     pack_window = defaults["pack_window"].default
-    plan = PackOrder(sets, 0, capacity, shuffle_shards, pack_window).plan(0)
-    lengths = np.concatenate([one.lengths for one in sets])
-    tokens = int(lengths[plan.samples].sum(dtype=np.int64))
+    order = PackOrder(sets, 0, capacity, shuffle_shards, pack_window)
+    plan = order.plan(0)
+    tokens = int(order.lengths[plan.samples].sum(dtype=np.int64))
     room = max(len(plan), 1) * capacity.tokens
     return Fill(capacity.tokens, len(plan), tokens / room, plan.overlong)

@@ -1,4 +1,4 @@
-"""What `mmtrain train` is asked for: its options, and the help that teaches them."""
+"""The options of `mmtrain train`, and the help that teaches them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
 
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
-    """Return what ranks compute on, as calibrations name it."""
+    """Return the device that ranks compute on, by its name in calibrations."""
     return gpu_device(gpus[0].name) if gpus else cpu_device(config.parallel, local_ranks)
 
 

@@ -262,8 +262,10 @@ def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dic
         f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} "
         f"{json.dumps(plan.as_dict())}"
     )
-    keys = flat(disclosed(config.model_dump(mode="json")))
-    return hashlib.sha256(text.encode()).hexdigest(), keys
+    return (
+        hashlib.sha256(text.encode()).hexdigest(),
+        flat(disclosed(config.model_dump(mode="json"))),
+    )
 
 
 def _refuse_unfit(

@@ -1,4 +1,5 @@
-"""Before a run: does this model, cut and packed as planned, compute what the stock model computes?
+"""Try before a run whether a model, cut and packed as planned, computes what the stock model
+computes.
 
 LLM      config.json --child: tiny model of the family, parity.py--> two differences --bounds-->
     recorded, or refused
@@ -54,7 +55,11 @@ _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print
 
 
 def probe(
-    path: str, cut_points: Sequence[int], streams: bool = False, *, mrope: bool = False
+    path: str,
+    cut_points: Sequence[int],
+    streams: bool = False,
+    *,
+    mrope: bool = False,
 ) -> None:
     """Try the LLM in folder (or cached hub id) `path` with stages that begin at the decoder layers
     `cut_points`.
@@ -76,7 +81,14 @@ def probe(
     if record.is_file():
         return
     tried = f"{path}: {family} cannot be staged and packed"
-    staged, packed = _differences("llm", folder, how, mrope, *cut_points, tried=tried)
+    staged, packed = _differences(
+        "llm",
+        folder,
+        how,
+        mrope,
+        *cut_points,
+        tried=tried,
+    )
     refuse_differences(family, staged, packed)
     result = {
         "family": family,
@@ -88,7 +100,11 @@ def probe(
     _remember(record, result)
 
 
-def refuse_differences(family: str, staged: float, packed: float) -> None:
+def refuse_differences(
+    family: str,
+    staged: float,
+    packed: float,
+) -> None:
     """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
     advice = (
         "The run would train a wrong model. Use another family, or another version of transformers"
@@ -133,7 +149,12 @@ def probe_encoder(models: Models) -> None:
     if record.is_file():
         return
     try:
-        (difference,) = _differences("encoder", chosen.name, *settings, tried=fault)
+        (difference,) = _differences(
+            "encoder",
+            chosen.name,
+            *settings,
+            tried=fault,
+        )
     except _ChildError as error:
         raise EncoderSliceError(f"{error}. {_REMEDY}") from None
     if difference != 0:  # a NaN too
@@ -182,7 +203,7 @@ def _remember(record: Path, result: dict[str, Any]) -> None:
 
 
 class _ChildError(UserError):
-    """The child brought no result."""
+    """Raised where the child brought no result."""
 
 
 def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
@@ -191,12 +212,18 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     """
     command = python_child("-m", __name__, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(
-        prefix="mmtrain-probe-", suffix=".log", delete=False
+        prefix="mmtrain-probe-",
+        suffix=".log",
+        delete=False,
     ) as stream:
         log = Path(stream.name)
         try:
             child = subprocess.run(
-                **command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS
+                **command,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             raise _ChildError(
@@ -215,7 +242,12 @@ def _differences(*arguments: object, tried: str) -> tuple[float, ...]:
     raise _ChildError(f"{tried}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[float, float]:
+def _measure_llm(
+    folder: str,
+    how: str,
+    mrope: str,
+    *cut_points: str,
+) -> tuple[float, float]:
     """Return the differences, in the child, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a
@@ -238,7 +270,11 @@ def _measure_llm(folder: str, how: str, mrope: str, *cut_points: str) -> tuple[f
 
 
 def _measure_encoder(
-    name: str, dtype: str, final_norm: str, factor: str, merges: str
+    name: str,
+    dtype: str,
+    final_norm: str,
+    factor: str,
+    merges: str,
 ) -> tuple[float]:
     """Return the largest difference of a feature over `CUTS`, in the child; infinite where one is
     not a number.
@@ -254,7 +290,13 @@ def _measure_encoder(
     tower = made_up_encoder(name, DTYPES[dtype], has_norm, BLOCKS, shape)
     generator = torch.Generator().manual_seed(0)
     tiles = sum(rows * columns for rows, columns in GRIDS)
-    images = torch.randn(tiles, 3, tower.image_size, tower.image_size, generator=generator)
+    images = torch.randn(
+        tiles,
+        3,
+        tower.image_size,
+        tower.image_size,
+        generator=generator,
+    )
     return (max(slices_difference(tower, cuts, images, GRIDS) for cuts in CUTS),)
 
 

@@ -105,7 +105,11 @@ class Stage(nn.Module):
             if name in stored and global_name.startswith("llm.layers."):
                 yield global_name, buffer
 
-    def encode(self, taken: PackedBatch | Tensor | None, grids: Grids = ()) -> Tensor | None:
+    def encode(
+        self,
+        taken: PackedBatch | Tensor | None,
+        grids: Grids = (),
+    ) -> Tensor | None:
         """Run ENCODE: a micro-batch, or hidden states of tiles, to features (N, T, W) or hidden
         states, contiguous.
 
@@ -134,8 +138,12 @@ class Stage(nn.Module):
             tiles = self.transform.normalise(tiles)
         return tiles
 
-    def start(self, batch: PackedBatch, features: Tensor | None = None) -> Tensor:
-        """Stage 0: token ids of a micro-batch and features of its tiles (None: `encode` them) ->
+    def start(
+        self,
+        batch: PackedBatch,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Embed a micro-batch on stage 0 with the features of its tiles (None: `encode` them) ->
         hidden (B, L, D).
         """
         if self.projector is None:
@@ -178,7 +186,13 @@ class Stage(nn.Module):
             record_backends() as self.attention,
             refusing_unused(language.model, canonical_name),
         ):
-            hidden = torch.zeros(1, 8, language.hidden_size, dtype=self.dtype, device=device)
+            hidden = torch.zeros(
+                1,
+                8,
+                language.hidden_size,
+                dtype=self.dtype,
+                device=device,
+            )
             language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()
@@ -191,39 +205,59 @@ class Stage(nn.Module):
                 vision(torch.zeros(1, 3, size, size, device=device), ((1, 1),))
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
+        """Run the decoder layers, and on the last stage the final norm: (B, L, D) -> (B, L, D).
 
         `position_ids` (B, L) are those of `PackedBatch.positions`, (4, B, L) with M-RoPE; in `loss`
         and `predict` too.
         """
         return self.language(hidden, position_ids).to(self.dtype)
 
-    def loss(self, hidden: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats,
-        supervised tokens).
+    def loss(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss sum in nats and supervised tokens of the last stage's input (B, L, D); labels
+        are (B, L).
         """
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
         loss = supervised_loss_sum(
-            rows, targets, language.logits, language.vocab_size, language.head_parameters()
+            rows,
+            targets,
+            language.logits,
+            language.vocab_size,
+            language.head_parameters(),
         )
         return loss, torch.full((), len(targets), device=hidden.device)
 
     def predict(
-        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised
-        positions, row-major).
+        """Return loss sum and arg max (S,) at the supervised positions, row-major; on the last
+        stage, without gradients.
         """
         rows, targets = self._supervised(hidden, position_ids, labels)
         return loss_sum_and_predictions(
-            rows, targets, self.language.logits, self.language.vocab_size
+            rows,
+            targets,
+            self.language.logits,
+            self.language.vocab_size,
         )
 
     def _supervised(
-        self, hidden: Tensor, position_ids: Tensor, labels: Tensor
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        """Return normed hidden states (S, D) and targets (S,) of the supervised tokens, on the
+        device.
+        """
         places = supervised_places(labels)
         rows = self.language.forward_rows(hidden, position_ids, places)
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
@@ -234,9 +268,12 @@ def streamed_of(stages: Iterable[Stage]) -> StreamedLayers | None:
     return next(filter(None, (stage.streamed for stage in stages)), None)
 
 
-def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> Tensor:
-    """Arrange the embeddings (N, P, D) of images' tiles as the positions (M, D) that the images
-    become.
+def arranged(
+    projected: Tensor,
+    newline: Tensor,
+    tilings: Sequence[Tiling],
+) -> Tensor:
+    """Arrange the embeddings (N, P, D) of tiles as the positions (M, D) of their images.
 
     Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by
     `newline` (D,). Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
@@ -262,7 +299,11 @@ def arranged(projected: Tensor, newline: Tensor, tilings: Sequence[Tiling]) -> T
     return torch.cat(positions)
 
 
-def fuse(embeddings: Tensor, image_places: Tensor, image_embeddings: Tensor | None) -> Tensor:
+def fuse(
+    embeddings: Tensor,
+    image_places: Tensor,
+    image_embeddings: Tensor | None,
+) -> Tensor:
     """Put image embeddings (P, D), in order, into the positions `image_places` (P,) int64 of rows
     laid end to end.
 
@@ -281,17 +322,25 @@ def fuse(embeddings: Tensor, image_places: Tensor, image_embeddings: Tensor | No
 
 
 class _Put(torch.autograd.Function):
-    """`index_copy` into dimension 0, which itself would keep the rows until backward for their
-    shape alone.
+    """`index_copy` into dimension 0 that does not keep the rows until backward, as torch's does for
+    their shape.
     """
 
     @staticmethod
-    def forward(ctx: Any, into: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        into: Tensor,
+        places: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(places)
         return into.index_copy(0, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(
+        ctx: Any,
+        gradient: Tensor,
+    ) -> tuple[Tensor | None, None, Tensor | None]:
         (places,) = ctx.saved_tensors
         wants_into, _, wants_rows = ctx.needs_input_grad
         of_into = of_rows = None
@@ -363,6 +412,9 @@ def build_stage(
     return module
 
 
-def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+def set_trainable(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    patterns: Sequence[str],
+) -> None:
     for name, parameter in parameters:
         parameter.requires_grad_(matches_any(name, patterns))

@@ -88,7 +88,7 @@ class LayerMeasures:
 
     Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage.
     Bytes are as in `costs.LayerCost`: a layer's output counts where the next layer keeps it as its
-    input; weights never count.
+    input; weights never count. They are None on a CPU, where they are estimated instead.
     """
 
     __pydantic_config__ = EXACTLY
@@ -97,12 +97,12 @@ class LayerMeasures:
     backward_seconds: Seconds  # 0 where nothing runs backward
     # the backward if the layer recomputes its activations, its second forward included
     recomputing_seconds: Seconds
-    kept_bytes: Count
-    kept_bytes_recomputing: Count
-    forward_working_bytes: Count
-    backward_working_bytes: Count
+    kept_bytes: Count | None = None
+    kept_bytes_recomputing: Count | None = None
+    forward_working_bytes: Count | None = None
+    backward_working_bytes: Count | None = None
     # the backward's if the layer recomputes, what it makes again included
-    recomputing_working_bytes: Count
+    recomputing_working_bytes: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +370,9 @@ def calibrated(
     replicas: int,
     device: Assumptions,
 ) -> tuple[RunCosts, Timings]:
-    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer
-    was not measured.
+    """Return the costs with measured bytes, if there are any, and measured seconds.
+
+    Raises UserError where a kind of layer was not measured.
 
     Facts that the calibration's layout could not tell are assumed of `device`: messages at pipeline
     1, and the part of a step's end that depends on the number of replicas.
@@ -382,10 +383,6 @@ def calibrated(
     def seconds(layer: LayerCost) -> LayerSeconds:
         kind = measures[layer.kind]
         return LayerSeconds(kind.forward_seconds, kind.backward_seconds, kind.recomputing_seconds)
-
-    def cost(layer: LayerCost) -> LayerCost:
-        kind = asdict(measures[layer.kind])
-        return replace(layer, **{name: kind[name] for name in kind if "_bytes" in name})
 
     block = calibration.encode_block_seconds
     stem = max(0.0, measures["encoder"].forward_seconds - costs.encoder.blocks * block)
@@ -407,15 +404,44 @@ def calibrated(
         measured_messages=messages is not None and messages.transfer is not None,
         measured_fetches=tuple(fetches),
     )
-    encoder = replace(
-        costs.encoder,
-        working_bytes=measures["encoder"].forward_working_bytes,
-        stem_working_bytes=calibration.encode_stem_bytes,
-        later_working_bytes=calibration.encode_later_bytes,
+    return _with_bytes(costs, measures, calibration), timings
+
+
+def _with_bytes(
+    costs: RunCosts,
+    measures: dict[str, LayerMeasures],
+    calibration: Calibration,
+) -> RunCosts:
+    """Return the costs with measured bytes; as they are where none were measured, on a CPU."""
+    if any(layer.kept_bytes is None for layer in measures.values()):
+        return costs
+    of_encoder = measures["encoder"]
+    front = measures["front"]
+    if not costs.encoder.frozen:  # its backward belongs to stage 0's
+        front = replace(
+            front,
+            kept_bytes=front.kept_bytes + of_encoder.kept_bytes,
+            kept_bytes_recomputing=front.kept_bytes_recomputing + of_encoder.kept_bytes,
+            backward_working_bytes=max(
+                front.backward_working_bytes, of_encoder.backward_working_bytes
+            ),
+        )
+
+    def cost(layer: LayerCost) -> LayerCost:
+        kind = asdict(front if layer.kind == "front" else measures[layer.kind])
+        return replace(layer, **{name: kind[name] for name in kind if "_bytes" in name})
+
+    return replace(
+        costs,
+        layers=tuple(map(cost, costs.layers)),
+        whole_last=cost(costs.whole_last),
+        encoder=replace(
+            costs.encoder,
+            working_bytes=of_encoder.forward_working_bytes,
+            stem_working_bytes=calibration.encode_stem_bytes,
+            later_working_bytes=calibration.encode_later_bytes,
+        ),
     )
-    layers = tuple(map(cost, costs.layers))
-    measured = replace(costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder)
-    return measured, timings
 
 
 def _message(measured: MessageSeconds | None, assumed: MessageCost) -> MessageCost:
@@ -443,17 +469,8 @@ def _measures(costs: RunCosts, calibration: Calibration) -> dict[str, LayerMeasu
         raise UserError(
             "the calibration says that no layer takes any time. Calibrate again, or delete it"
         )
-    if costs.encoder.frozen:
-        return measures
-    encoder = measures["encoder"]
-    front = measures["front"]
-    backward = front.backward_seconds + encoder.backward_seconds
-    measures["front"] = replace(
-        front,
-        backward_seconds=backward,
-        recomputing_seconds=backward,
-        kept_bytes=front.kept_bytes + encoder.kept_bytes,
-        kept_bytes_recomputing=front.kept_bytes_recomputing + encoder.kept_bytes,
-        backward_working_bytes=max(front.backward_working_bytes, encoder.backward_working_bytes),
-    )
+    if not costs.encoder.frozen:
+        front = measures["front"]
+        backward = front.backward_seconds + measures["encoder"].backward_seconds
+        measures["front"] = replace(front, backward_seconds=backward, recomputing_seconds=backward)
     return measures

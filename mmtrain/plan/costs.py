@@ -19,18 +19,7 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config.schema import DataSection, RunConfig, TrainSection
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK, tiles_per_call
-from mmtrain.facts.connectors import (
-    Branch,
-    Gated,
-    Gelu,
-    LayerNorm,
-    Linear,
-    Operation,
-    RmsNorm,
-    Shuffle,
-    Swiglu,
-    connector_parameters,
-)
+from mmtrain.facts.connectors import Branch, Linear, Operation, Shuffle
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import WHOLE_LAST_LAYER
 from mmtrain.facts.models import Models
@@ -444,35 +433,15 @@ class _LayerCosts:
     def projector_parts(self) -> list[Part]:
         """The connector's operations at slots 0, 1, 2, ...; all in fp32."""
         parts: list[Part] = []
-        width = 0
         for slot, (operation, rows) in enumerate(self.connector_rows()):
-            own = [p.name in self.trained for p in connector_parameters((operation,))]
-            parts += [Part(slot, trained=is_trained) for is_trained in own]
-            trained = any(own)
-            flops = for_dgrad = for_wgrad = 0.0  # the latter two: elements that are kept
-            if isinstance(operation, Linear):
-                flops = 2 * operation.inputs * operation.outputs * rows
-                for_wgrad = operation.inputs * rows
-                trained = f"projector.{operation.name}.weight" in self.trained
-                width = operation.outputs
-            elif isinstance(operation, LayerNorm | RmsNorm):
-                # its input, whether or not its own parameters train
-                for_wgrad = operation.width * rows
-                if not trained:
-                    for_dgrad = for_wgrad
-            elif isinstance(operation, Gelu):
-                for_dgrad = width * rows
-            elif isinstance(operation, Gated):
-                # its input, what both make of it, the gates' SiLU, and the product
-                flops = 2 * operation.inner * (2 * operation.inputs + operation.outputs) * rows
-                for_dgrad = 3 * operation.inner * rows
-                for_wgrad = (operation.inputs + operation.inner) * rows
-                width = operation.outputs
-            elif isinstance(operation, Swiglu):  # both halves of its input, and the gates' SiLU
-                for_dgrad = 1.5 * width * rows
-            parts.append(
-                Part(slot, flops, 1.0, trained, Flops(), FP32 * for_dgrad, FP32 * for_wgrad)
-            )
+            own = operation.shapes()
+            trained = [name for name in own if f"projector.{name}" in self.trained]
+            parts += [Part(slot, trained=name in trained) for name in own]
+            cost = operation.cost(trained)
+            flops = 2 * cost.products * rows
+            for_dgrad = FP32 * cost.for_input * rows
+            for_wgrad = FP32 * cost.for_weights * rows
+            parts.append(Part(slot, flops, 1.0, cost.trained, Flops(), for_dgrad, for_wgrad))
         return parts
 
     def connector_rows(self) -> Iterator[tuple[Operation, float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmtrain.base.printing import counted
+from mmtrain.base.printing import counted, percent
 from mmtrain.base.progress import clock
 from mmtrain.report.elements import (
     LONG,
@@ -19,7 +19,6 @@ from mmtrain.report.elements import (
     Series,
     Unit,
     listed,
-    percent,
     table,
 )
 from mmtrain.report.headline import headline, status
@@ -35,7 +34,12 @@ CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (
     ("tokens_per_second", "Tokens a second", "tokens a second, without padding", "number", False),
 )
 
-NOTHING = SimpleNamespace(y=None, loss=None, exact_match=None, token_accuracy=None)
+NOTHING = SimpleNamespace(
+    y=None,
+    loss=None,
+    exact_match=None,
+    token_accuracy=None,
+)
 
 
 def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
@@ -74,8 +78,10 @@ def _results(runs: Mapping[str, RunRecord]) -> Section:
             clock(run.seconds),
         )
         rows.append(row)
+
         findings = headline(run)
         answers.append((name, status(run), *(finding.answer for finding in findings.values())))
+
     tables = (
         table("Scores", columns, rows),
         table("Summary of each run", ("run", "status", *findings), answers),

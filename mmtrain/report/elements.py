@@ -24,6 +24,7 @@ NOT_EVALUATED = (
 
 Look = Literal["line", "faint", "dots", "bar"]
 Unit = Literal["number", "share"]
+Tone = Literal["good", "bad", "mixed", "plain"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Finding:
 
     answer: str
     text: str
-    tone: Literal["good", "bad", "mixed", "plain"] = "plain"
+    tone: Tone = "plain"
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
@@ -124,15 +125,15 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
+def lines_of(name: str, curve: Curve) -> list[Series]:
     """Return a curve as it is, a long one faint below its means."""
     points = curve.points()
     if not points:
         return []
     if len(points) < LONG:
-        return [Series(name, points, colour=colour)]
-    means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), colour=colour, derived=True)
-    return [Series(name, points, "faint", colour), means]
+        return [Series(name, points)]
+    means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), derived=True)
+    return [Series(name, points, "faint"), means]
 
 
 def table(
@@ -158,13 +159,8 @@ def _cell(value: str | float | None) -> str:
     return escape(value, MAX_CELL) if isinstance(value, str) else number(value)
 
 
-def percent(share: float | None) -> str:
-    """`97.4%`."""
-    return "-" if share is None else f"{share:.1%}"
-
-
 def number(value: float | None) -> str:
-    """`2,001`, `0.1235`: four significant digits, whole numbers whole."""
+    """Return `2,001` or `0.1235`: four significant digits, whole numbers whole."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -175,6 +171,6 @@ def number(value: float | None) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,13 +1,13 @@
-"""The headline: what was trained, on what, whether it worked, what went wrong."""
+"""Headline of a page: answers to six questions about the run."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 
-from mmtrain.base.printing import counted, first_few
+from mmtrain.base.printing import counted, first_few, percent
 from mmtrain.base.progress import clock
-from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, listed, number, percent
+from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, Tone, listed, number
 from mmtrain.report.records import Record, RunRecord
 
 SHOWN = 4  # names in a sentence
@@ -114,7 +114,8 @@ def _took(run: RunRecord) -> Finding:
 def _worked(run: RunRecord) -> Finding:
     if not run.evaluations:
         return _worked_in_training(run)
-    first, last = run.evaluations[0], run.evaluations[-1]
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     if first is last:
         return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
@@ -123,9 +124,11 @@ def _worked(run: RunRecord) -> Finding:
     )
     better, by_loss = _compare(last, first)
     lower, higher = ("lower loss", "higher loss") if by_loss else ("better", "worse")
-    answer, tone = "no clear change", "mixed"
+    tone: Tone = "mixed"
+    answer = "no clear change"
     if better < 0:
-        answer, tone = higher, "bad"
+        answer = higher
+        tone = "bad"
     elif better > 0:
         answer = lower
         if not _few(first, last):
@@ -137,7 +140,8 @@ def _worked_in_training(run: RunRecord) -> Finding:
     ends = run.curves["loss"].means(10)
     if len(ends) < 2:
         return Finding("unknown", NOT_EVALUATED)
-    first, last = ends[0].y, ends[-1].y
+    first = ends[0].y
+    last = ends[-1].y
     went = "fell" if last < first else "rose"
     text = f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}"
     return Finding(f"training loss {went}", text, "mixed")
@@ -153,6 +157,7 @@ def _looked(run: RunRecord) -> Finding:
             "shuffled images at the end of a run."
         )
         return Finding("unknown", text)
+
     last = run.evaluations[-1]
     text = f"With shuffled images: {_scores(control)}; with the right images: {_scores(last)}."
     if gain := _gain(last, control):
@@ -164,6 +169,7 @@ def _looked(run: RunRecord) -> Finding:
     if (kept := control.samples - control.permuted_samples) > 0:
         their = "its" if kept == 1 else "their"
         text += f" {counted(kept, 'sample')} kept {their} own images."
+
     better, by_loss = _compare(last, control)
     if better > 0:
         why = "by the loss: it is higher with wrong images"
@@ -206,13 +212,14 @@ def _scores(scores: Record) -> str:
 
 
 def _few(first: Record, second: Record) -> bool:
-    """Whether too few answers are exact to say anything."""
+    """Return whether too few answers are exact to say anything."""
     return max(first.exact_match or 0.0, second.exact_match or 0.0) < FEW_EXACT
 
 
 def _compare(first: Record, second: Record) -> tuple[float, bool]:
-    """Return a number above 0 if `first` is better, below 0 if worse, 0 if unclear, and whether
-    the loss decides.
+    """Return a number above 0 if `first` is better, below 0 if worse, and whether loss decides.
+
+    It is 0 where the difference is not clear.
     """
     if not _few(first, second) and (gain := _gain(first, second)) and not gain[1] <= 0 <= gain[2]:
         return gain[0], False
@@ -228,17 +235,18 @@ def _compare(first: Record, second: Record) -> tuple[float, bool]:
 def _wrong(run: RunRecord) -> Finding:
     counts = run.counts
     failed = run.audit is not None and not run.audit.passed
-    happened = ["the audit failed"] if failed else []
-    if bad := counts["no update"] + counts["bad step"]:
-        happened.append(counted(bad, "step without an update", "steps without an update"))
-    if run.reasons:
-        happened.append(counted(run.reasons.total(), "quarantined sample"))
-    if unsaved := counts["checkpoint failed"]:
-        happened.append(counted(unsaved, "failed checkpoint"))
-    if resumes := counts["resume"]:
-        happened.append(counted(resumes, "resume"))
-    if run.discarded:
-        happened.append(f"{counted(run.discarded.total(), 'step')} repeated")
+    bad = counts["no update"] + counts["bad step"]
+    quarantined = run.reasons.total()
+    repeated = run.discarded.total()
+    events = {
+        "the audit failed": failed,
+        f"{counted(bad, 'step')} without an update": bad,
+        counted(quarantined, "quarantined sample"): quarantined,
+        counted(counts["checkpoint failed"], "failed checkpoint"): counts["checkpoint failed"],
+        counted(counts["resume"], "resume"): counts["resume"],
+        f"{counted(repeated, 'step')} repeated": repeated,
+    }
+    happened = [event for event, count in events.items() if count]
     if not happened and not run.problems:
         return Finding("nothing recorded", "No bad step, no quarantined sample, no resume.", "good")
     texts = []

@@ -1,5 +1,4 @@
-"""A run's page: one HTML file that needs no network, in which no text of a run becomes markup or
-script.
+"""Page of a run: one HTML file that needs no network. No text of the run becomes markup or script.
 
 sections --page.html.jinja, which escapes--> HTML, with echarts, page.css and page.js inside
 charts --JSON that cannot end its element--> page.js, which sets text as text
@@ -62,7 +61,10 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
 
 
 def _render(
-    title: str, says: str, findings: Mapping[str, Finding], parts: Sequence[Section]
+    title: str,
+    says: str,
+    findings: Mapping[str, Finding],
+    parts: Sequence[Section],
 ) -> str:
     scripts = _asset("echarts/echarts.common.min.js"), _asset("page.js")
     style = _asset("page.css")
@@ -93,7 +95,10 @@ def _render(
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.from_string((HERE / "page.html.jinja").read_text("utf-8"))
 
@@ -104,13 +109,13 @@ def _asset(name: str) -> str:
 
 
 def _hash(content: str) -> str:
-    """A source expression of Content-Security-Policy:
+    """Return a source expression of Content-Security-Policy:
     https://www.w3.org/TR/CSP3/#grammardef-hash-source.
     """
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _inside_script(value: Any) -> str:
-    """JSON without the characters of HTML, so that no text can end the element that holds it."""
+    """Return JSON without the characters of HTML: no text can end the element that holds it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -10,6 +10,7 @@ first entries and the number of all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from array import array
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,6 +35,10 @@ MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
 MAX_ENTRIES = 50_000  # of a list in a record
 MAX_POINTS = 2000  # of a curve in a chart
+# fields of a step that are drawn, and those that are added up
+CURVES = ["loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"]
+TOTALS = ["samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"]
+BUSY = ["compute", "communication", "data", "fetching"]  # kinds of a rank's time
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 WRONG = (ValueError, TypeError, AttributeError, KeyError)  # raised by readers of values
 Record = SimpleNamespace  # an object of a file, with those of its fields that are shown
@@ -63,7 +69,7 @@ def _within(most: float, value: Any) -> Any:
 
 def _score(value: Any) -> tuple[float, float | None]:
     score, error = value
-    return float(score), _read("number?", error)
+    return float(score), None if error is None else float(error)
 
 
 def _kind(value: Any) -> Any:
@@ -84,33 +90,41 @@ TYPES: dict[str, Reader] = {
 }
 
 
-def _read(kind: str, value: Any) -> Any:
-    """Read a value of TYPES: `count`, `count?` or null, `count[]` in a list, `count{}` by name."""
+def _list(reader: Reader, value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+        raise ValueError(value)
+    return list(map(reader, value))
+
+
+def _typed(kind: str) -> Reader:
+    """Return the reader of `count`, `count?` (or null), `count[]` (a list), `count{}` (by name)."""
+    if kind in TYPES:
+        return TYPES[kind]
     if kind.endswith("?"):
-        return None if value is None else _read(kind[:-1], value)
-    inner = kind[:-2]
-    if kind.endswith("{}"):
-        return {shown(name): _read(inner, part) for name, part in value.items()}
+        reader = _typed(kind[:-1])
+        return lambda value: None if value is None else reader(value)
+    reader = _typed(kind[:-2])
     if kind.endswith("[]"):
-        if not isinstance(value, list) or len(value) > MAX_ENTRIES:
-            raise ValueError(value)
-        return [_read(inner, part) for part in value]
-    return TYPES[kind](value)
+        return partial(_list, reader)
+    return lambda value: {shown(name): reader(part) for name, part in value.items()}
 
 
-def _record(*typed: str) -> Reader:
-    """Return a reader of objects; `typed` are types, each with the names of its fields.
+def _record(*lines: str) -> Reader:
+    """Return a reader of objects; a line is a type and the names of the fields that have it.
 
     Its ValueError names a field that is missing or wrong.
     """
-    fields = {name: kind for kind, *names in map(str.split, typed) for name in names}
+    fields: dict[str, Reader] = {}
+    for line in lines:
+        kind, *names = line.split()
+        fields |= dict.fromkeys(names, _typed(kind))
 
     def read(value: Any) -> Record:
         known = OLDER | value
         record = Record()
-        for name, kind in fields.items():
+        for name, reader in fields.items():
             try:
-                setattr(record, name, _read(kind, known.get(name)))
+                setattr(record, name, reader(known.get(name)))
             except WRONG as error:
                 raise ValueError(f"field {name}") from error
         return record
@@ -143,7 +157,7 @@ METRICS = {
         *STEP,
         "number grad_norm lr tokens_per_second",
         "number? loss model_flops_utilization",
-        "count samples images tiles tokens supervised_tokens quarantined",
+        f"count {' '.join(TOTALS)}",
         "text? no_update",
         "measure seconds",
         "measure[] compute_seconds communication_seconds data_seconds fetching_seconds",
@@ -167,7 +181,11 @@ DISCARDED = _record("count back_to_step", "kind record")
 ANSWER = _record("count step", "text key question given truth", "flag right", "text[] pictures")
 # scores by `mmtrain benchmark` after `step` updates: of each metric (value, standard error)
 BENCHMARK = _record(
-    "count step", "text task", "count? limit answers", "score{} scores", "text{} versions"
+    "count step",
+    "text task",
+    "count? limit answers",
+    "score{} scores",
+    "text{} versions",
 )
 TYPES["stage"] = _record("text[] layers", "count[]? encoder")
 # a process, as planned; bytes are those of its fullest moment
@@ -209,7 +227,8 @@ class Curve:
     """Points in the order of their x, 16 bytes each; a chart gets the extremes of each stretch."""
 
     def __init__(self) -> None:
-        self._x, self._y = array("d"), array("d")
+        self._x = array("d")
+        self._y = array("d")
 
     def __len__(self) -> int:
         return len(self._x)
@@ -228,20 +247,20 @@ class Curve:
             return list(map(Point, self._x, self._y))
         points = []
         for stretch in self._stretches(limit // 2):
-            places = {min(stretch, key=self._y.__getitem__), max(stretch, key=self._y.__getitem__)}
-            points += [Point(self._x[place], self._y[place]) for place in sorted(places)]
+            lowest = min(stretch, key=self._y.__getitem__)
+            highest = max(stretch, key=self._y.__getitem__)
+            points += [Point(self._x[place], self._y[place]) for place in sorted({lowest, highest})]
         return points
 
     def means(self, count: int) -> list[Point]:
         """Return the mean of each of `count` stretches, at its middle; fewer where there are fewer
         points.
         """
-        points = []
+        means = []
         for stretch in self._stretches(count):
             places = slice(stretch.start, stretch.stop)
-            x, y = sum(self._x[places]), sum(self._y[places])
-            points.append(Point(x / len(stretch), y / len(stretch)))
-        return points
+            means.append(Point(fmean(self._x[places]), fmean(self._y[places])))
+        return means
 
     def _stretches(self, count: int) -> Iterator[range]:
         """Split the places of all points into `count` ranges of nearly equal length, none of them
@@ -295,9 +314,10 @@ class RunRecord:
         self.elapsed = 0.0  # seconds from the begin to the last record
         self.events: list[Event] = []  # the first ones of each kind
         self.counts: Counter[str] = Counter()  # of all events, by kind
-        # any, before, after
-        self.questions: list[tuple[Record, Record | None, Record | None]] = []
-        self.benchmarks: list[Record] = []  # the last ones of each task, step and limit
+        # key and question -> when -> answer
+        self.questions: dict[tuple[str, str], dict[str, Record]] = {}
+        # task, step and limit -> the last record
+        self.benchmarks: dict[tuple[Any, ...], Record] = {}
         self.problems: list[str] = []  # with the files
 
 
@@ -311,19 +331,15 @@ def read_run(folder: Path) -> RunRecord:
             "Give the folder run.dir/run.name of a run."
         )
     run = RunRecord(folder)
-    try:
+    with _noting(run, files.CONFIG):
         run.config = dict(_flat("", disclosed(read_yaml(inside(folder, files.CONFIG)))))
-    except UserError as error:
-        run.problems.append(shown(str(error)))
     run.plan = _read_json(run, files.PLAN, PLAN)
     run.audit = _read_json(run, files.AUDIT, AUDIT)
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
-    scored = {}
     for record in _read_lines(run, files.BENCHMARKS, BENCHMARK):
-        scored[record.task, record.step, record.limit] = record
-    run.benchmarks = list(scored.values())
+        run.benchmarks[record.task, record.step, record.limit] = record
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
 
@@ -346,48 +362,58 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted key, value as text) of nested mappings."""
+    """Yield (dotted key, value as text) of nested mappings."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
+            yield from _flat(f"{prefix}.{key}".lstrip("."), inner)
     elif prefix:
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield escape(prefix), escape(text, MAX_CHARACTERS)
+        if not isinstance(value, str):
+            value = json.dumps(value, default=str)
+        yield escape(prefix), escape(value, MAX_CHARACTERS)
 
 
-def _read_json(run: RunRecord, name: str, read: Reader) -> Record | None:
+@contextlib.contextmanager
+def _noting(run: RunRecord, name: str) -> Iterator[None]:
+    """Note why a file of the run cannot be read; that it is missing is no problem."""
     try:
-        file = inside(run.folder, name)
-        return read(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
+        yield
     except FileNotFoundError:
-        return None
+        return
     except UserError as error:
         run.problems.append(shown(str(error)))
+    except OSError as error:
+        run.problems.append(shown(f"{name} cannot be read: {error.strerror}"))
     except WRONG as error:
         run.problems.append(shown(f"{name} has wrong content: {error}"))
+
+
+def _read_json(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Record | None:
+    with _noting(run, name):
+        file = inside(run.folder, name)
+        return reader(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
     return None
 
 
-def _read_lines(run: RunRecord, name: str, read: Reader) -> Iterator[Record]:
-    """Yield the valid records of a file, if there is one; `problems` says how many others are left
-    out.
-    """
+def _read_lines(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Iterator[Record]:
+    """Yield the valid records of a file; `problems` says how many others are left out."""
     left_out, first = 0, ""
-    try:
-        with open_file(inside(run.folder, name)) as stream:
-            for line in whole_lines(stream):
-                try:
-                    record = read(parse_json(line))
-                except WRONG as error:
-                    left_out += 1
-                    first = first or shown(str(error))
-                else:
-                    yield record
-    except FileNotFoundError:
-        return
-    except (OSError, UserError) as error:
-        reason = getattr(error, "strerror", None) or error
-        run.problems.append(shown(f"{name} cannot be read: {reason}"))
+    with _noting(run, name), open_file(inside(run.folder, name)) as stream:
+        for line in whole_lines(stream):
+            try:
+                record = reader(parse_json(line))
+            except WRONG as error:
+                left_out += 1
+                first = first or shown(str(error))
+            else:
+                yield record
     if left_out:
         run.problems.append(
             f"{name}: {left_out:,} line(s) left out, since they are not valid records ({first})"
@@ -426,11 +452,11 @@ def _add_step(run: RunRecord, record: Record, now: float) -> None:
     run.steps += 1
     run.steps_done = done = record.step + 1
     run.seconds += record.seconds
-    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"):
+    for name in CURVES:
         run.curves[name].add(done, getattr(record, name))
     for pattern, rate in record.lr_groups.items():
         run.rates[pattern].add(done, rate)
-    for name in ("samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"):
+    for name in TOTALS:
         run.totals[name] += getattr(record, name)
     if record.no_update is not None:
         _add_event(run, Event("no update", done, now, record.no_update))
@@ -442,11 +468,10 @@ def _add_step(run: RunRecord, record: Record, now: float) -> None:
 
 def _add_times(run: RunRecord, record: Record) -> None:
     run.timed_steps += 1
-    seconds = {"compute": record.compute_seconds, "communication": record.communication_seconds}
-    seconds |= {"data": record.data_seconds, "fetching": record.fetching_seconds}
-    by_rank = zip(record.idle_fraction, *seconds.values(), strict=False)
+    seconds = [getattr(record, f"{kind}_seconds") for kind in BUSY]
+    by_rank = zip(record.idle_fraction, *seconds, strict=False)
     for rank, (idle, *busy) in enumerate(by_rank):
-        for kind, spent in zip(seconds, busy, strict=True):
+        for kind, spent in zip(BUSY, busy, strict=True):
             run.times[kind][rank] += spent
         if idle < 1:
             run.times["idle"][rank] += sum(busy) * idle / (1 - idle)
@@ -482,15 +507,11 @@ def _read_faults(run: RunRecord) -> None:
 
 
 def _read_answers(run: RunRecord) -> None:
-    questions: dict[tuple[str, str], tuple[Record, Record]] = {}
     for answer in _read_lines(run, files.ANSWERS, ANSWER):
         question = answer.key, answer.question
-        if question in questions or len(questions) < MAX_QUESTIONS:
-            first, _ = questions.get(question, (answer, answer))
-            questions[question] = first, answer
-    for first, last in questions.values():
-        before = None if first.step else first
-        run.questions.append((last, before, last if last.step else None))
+        if question in run.questions or len(run.questions) < MAX_QUESTIONS:
+            when = "after training" if answer.step else "before training"
+            run.questions.setdefault(question, {})[when] = answer
 
 
 def _add_event(run: RunRecord, event: Event) -> None:

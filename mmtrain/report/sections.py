@@ -1,5 +1,6 @@
-"""The sections of one run's page, each made from its RunRecord; one without data says what would
-give it.
+"""Sections of one run's page, each made from its RunRecord.
+
+A section without data tells how to get it.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ import base64
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text, counted, first_few
+from mmtrain.base.printing import bytes_text, counted, first_few, percent
 from mmtrain.base.progress import clock
 from mmtrain.base.small_files import read_limited
 from mmtrain.report.elements import (
@@ -31,7 +32,6 @@ from mmtrain.report.elements import (
     lines_of,
     listed,
     number,
-    percent,
     table,
 )
 from mmtrain.report.headline import NO_PLAN, audit_sentence, models
@@ -42,7 +42,13 @@ MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
 MAX_PICTURES = 64  # of a question
 MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
 # kinds of a rank's time, and their colours
-TIMES = {"compute": 0, "communication": 1, "data": 4, "fetching": 3, "idle": 6}
+TIMES = {
+    "compute": 0,
+    "communication": 1,
+    "data": 4,
+    "fetching": 3,
+    "idle": 6,
+}
 # planned memory: its field, and its colour
 PARTS = {
     "weights": ("weight_bytes", 0),
@@ -68,7 +74,8 @@ def sections(run: RunRecord) -> list[Section]:
 
 
 def trained(run: RunRecord) -> Section:
-    title, plan = "What was trained", run.plan
+    title = "What was trained"
+    plan = run.plan
     if plan is None:
         return Section("trained", title, (NO_PLAN, audit_sentence(run)))
     microbatches = counted(plan.microbatches_per_step, "micro-batch", "micro-batches")
@@ -106,9 +113,21 @@ def learning(run: RunRecord) -> Section:
     norm = lines_of("gradient norm", run.curves["grad_norm"])
     speed = lines_of("tokens a second", run.curves["tokens_per_second"])
     charts = (
-        Chart("loss", "Loss", losses, "nats per supervised token", log=True),
+        Chart(
+            "loss",
+            "Loss",
+            losses,
+            "nats per supervised token",
+            log=True,
+        ),
         Chart("rates", "Learning rates", rates, "learning rate"),
-        Chart("norm", "Gradient norm", norm, "L2, before clipping", log=True),
+        Chart(
+            "norm",
+            "Gradient norm",
+            norm,
+            "L2, before clipping",
+            log=True,
+        ),
         Chart("speed", "Tokens a second", speed, "tokens a second, without padding"),
     )
     says = []
@@ -119,12 +138,13 @@ def learning(run: RunRecord) -> Section:
 
 
 def evaluations(run: RunRecord) -> Section:
-    title, control = "Evaluations and control", run.control
+    title = "Evaluations and control"
+    control = run.control
     tables = []
     if run.benchmarks:
         columns = "benchmark, metric, >score, >answers, >step, versions"
         name = "Scores by lmms-eval (mmtrain benchmark)"
-        tables.append(table(name, columns, benchmark_rows(run.benchmarks)))
+        tables.append(table(name, columns, benchmark_rows(run.benchmarks.values())))
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,), tables=tables)
 
@@ -149,13 +169,19 @@ def evaluations(run: RunRecord) -> Section:
         Series("exact match", run.curves["eval_exact_match"].points()),
         Series("token accuracy", run.curves["eval_token_accuracy"].points(), colour=1),
     )
-    chart = Chart("scores", "Scores on held-out samples", series, "share", y_unit="share")
+    chart = Chart(
+        "scores",
+        "Scores on held-out samples",
+        series,
+        "share",
+        y_unit="share",
+    )
     return Section("evaluations", title, says, (chart,), tables)
 
 
-def benchmark_rows(benchmarks: Sequence[Record]) -> list[tuple[str, ...]]:
+def benchmark_rows(benchmarks: Iterable[Record]) -> list[tuple[str, ...]]:
     """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for record in benchmarks:
         asked = number(record.answers)
         if record.limit:
@@ -177,8 +203,10 @@ def answers(run: RunRecord) -> Section:
             "and after the last, set eval.show_answers, and eval.shards or eval.fraction."
         )
         return Section("answers", title, (why,))
-    room, questions = MAX_PICTURES_BYTES, []
-    for asked, before, after in run.questions:
+    room = MAX_PICTURES_BYTES
+    questions = []
+    for given in run.questions.values():
+        *_, asked = given.values()
         pictures = []
         for name in asked.pictures[:MAX_PICTURES]:
             picture = read_picture(run.folder, name)
@@ -186,11 +214,16 @@ def answers(run: RunRecord) -> Section:
                 picture = Picture(why="left out, so that the page stays small")
             room -= len(picture.source)
             pictures.append(picture)
-        given = []
-        for when, answer in (("before training", before), ("after training", after)):
-            if answer is not None:
-                given.append((when, answer.given, answer.right))
-        questions.append(Question(asked.key, asked.question, asked.truth, given, pictures))
+        texts = [(when, answer.given, answer.right) for when, answer in given.items()]
+        questions.append(
+            Question(
+                asked.key,
+                asked.question,
+                asked.truth,
+                texts,
+                pictures,
+            )
+        )
     says = (
         "Held-out questions, answered one token at a time. "
         "An answer is right if all its tokens are right."
@@ -215,19 +248,21 @@ def read_picture(folder: Path, name: str) -> Picture:
 
 
 def rank_times(run: RunRecord) -> Section:
-    title, times = "Where the time went", run.times
+    title = "Where the time went"
+    times = run.times
     totals = {}
     for rank in sorted(times["idle"])[:SHOWN_RANKS]:
         if total := sum(times[kind][rank] for kind in TIMES):
             totals[rank] = total
     if not totals:
+        # without the first step of each process nothing may be left
         why = "Only first steps of processes are recorded." if run.steps else NOT_YET
         return Section("ranks", title, (why,))
+
     idle = percent(sum(times["idle"][rank] for rank in totals) / sum(totals.values()))
+    planned = ""
     if run.plan:
         planned = f" (planned: {percent(run.plan.idle_share)})"
-    else:
-        planned = ""
     says = [
         f"Over {counted(run.timed_steps, 'step')}, without the first of each process, which "
         f"includes warm-up, the ranks were idle {idle} of the time{planned}.",
@@ -238,6 +273,7 @@ def rank_times(run: RunRecord) -> Section:
         says.append(
             "The plan assumes costs from FLOPs and bytes. Run mmtrain calibrate to measure them."
         )
+
     fetches = any(times["fetching"][rank] for rank in totals)
     if fetches:
         says.append(
@@ -248,12 +284,24 @@ def rank_times(run: RunRecord) -> Section:
     return Section("ranks", title, says, (_times_chart(run, totals, kinds),))
 
 
-def _times_chart(run: RunRecord, totals: Mapping[int, float], kinds: Sequence[str]) -> Chart:
+def _times_chart(
+    run: RunRecord,
+    totals: Mapping[int, float],
+    kinds: Sequence[str],
+) -> Chart:
     """Draw shares of these kinds of time, by rank; `totals` are the ranks' seconds."""
     series, shares = [], {}
     for kind in kinds:
         shares[kind] = [run.times[kind][rank] / total for rank, total in totals.items()]
-        series.append(Series(kind, shares[kind], "bar", TIMES[kind], stack="measured"))
+        series.append(
+            Series(
+                kind,
+                shares[kind],
+                "bar",
+                TIMES[kind],
+                stack="measured",
+            )
+        )
 
     planned = {}  # shares of idle time, by rank
     if run.plan:
@@ -287,14 +335,24 @@ def memory(run: RunRecord) -> Section:
     ranks = run.plan.ranks[:SHOWN_RANKS]
     measured = [run.peaks.get(rank.rank, 0.0) for rank in ranks]
     planned = [rank.total_bytes for rank in ranks]
-    unit, name = 2**20, "MiB"
+    unit = 2**20
+    name = "MiB"
     if max(measured + planned, default=0) >= 2**30:
-        unit, name = 2**30, "GiB"
+        unit = 2**30
+        name = "GiB"
 
     bars, sizes = [], {}
     for part, (part_bytes, colour) in PARTS.items():
         sizes[part] = [getattr(rank, part_bytes) / unit for rank in ranks]
-        bars.append(Series(f"planned: {part}", sizes[part], "bar", colour, stack="planned"))
+        bars.append(
+            Series(
+                f"planned: {part}",
+                sizes[part],
+                "bar",
+                colour,
+                stack="planned",
+            )
+        )
     sizes["planned"] = [total / unit for total in planned]
     sizes["measured"] = [peak / unit for peak in measured]
 
@@ -302,10 +360,19 @@ def memory(run: RunRecord) -> Section:
     if run.plan.memory_limit_bytes is not None:
         says[1] = f"The limit is {bytes_text(run.plan.memory_limit_bytes)} per rank."
     if any(measured):
-        bars.append(Series("measured", sizes["measured"], "bar", 1, stack="measured"))
+        bars.append(
+            Series(
+                "measured",
+                sizes["measured"],
+                "bar",
+                1,
+                stack="measured",
+            )
+        )
         says.append(
             "Measured: the most that tensors took; on a CPU the heap, which holds a little more."
         )
+
     rows = []
     for rank, *parts, peak in zip(ranks, *sizes.values(), strict=True):
         rows.append((str(rank.rank), *parts, peak or "-"))
@@ -328,6 +395,7 @@ def samples(run: RunRecord) -> Section:
         f"{trained_on} in {counted(run.steps, 'step')}; "
         f"{run.totals['quarantined']:,} more were packed, but quarantined."
     ]
+
     tables = []
     if run.epochs:
         rows = []
@@ -338,16 +406,17 @@ def samples(run: RunRecord) -> Section:
         columns = "epoch, complete, >packs, >read, >trained on, >quarantined, >too long"
         tables.append(table("Epochs: read = trained on + quarantined + too long", columns, rows))
         says.append("Samples that are too long are counted only in complete epochs.")
+
     if run.quarantined:
         reasons = run.reasons.most_common()
         tables.append(table("Quarantined, by reason", "reason, >samples", reasons))
-        rows = []
+        left_out = []
         for q in run.quarantined:
             step = "from the start" if q.step is None else str(q.step + 1)
-            rows.append((step, q.key, q.reason, q.detail, q.shard))
-        caption = f"Quarantined samples, first {len(rows)} of {run.reasons.total():,}"
+            left_out.append((step, q.key, q.reason, q.detail, q.shard))
+        caption = f"Quarantined samples, first {len(left_out)} of {run.reasons.total():,}"
         columns = ">step, sample, reason, details, shard"
-        tables.append(table(caption, columns, rows, folded=True))
+        tables.append(table(caption, columns, left_out, folded=True))
     return Section("samples", "Samples", says, tables=tables)
 
 

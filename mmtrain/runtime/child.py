@@ -65,8 +65,8 @@ def shield_multiprocessing() -> None:
 
 
 def leave_out_gpu_kernels() -> None:
-    """Let transformers compute recurrent layers by its own code here: these libraries compute on
-    GPUs alone.
+    """Let transformers compute recurrent layers by its own code: the libraries left out here
+    compute on GPUs only.
     """
     sys.modules.update(dict.fromkeys(("causal_conv1d", "fla", "mamba_ssm")))
 

@@ -155,7 +155,17 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
                 end += f" ({WHY_KILLED[-code]})"
             return Failure(1, f"{last_seen(job, records, rank, end)}\nlog: {job.log}")
         step, work = RankProgress.read(records / f"progress-{rank}")
-        errors.append(ErrorRecord(rank, step, work, "peer", timed_out[rank], "", time.time()))
+        errors.append(
+            ErrorRecord(
+                rank,
+                step,
+                work,
+                "peer",
+                timed_out[rank],
+                "",
+                time.time(),
+            )
+        )
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
         return Failure(2, first.cause)
@@ -170,7 +180,9 @@ def root_cause(job: Job, records: Path, exit_codes: Mapping[int, int], log_begin
 
 
 def last_seen(job: Job, records: Path, rank: int, what: str = "was") -> str:
-    """Return what happened to a rank ("was killed by SIGKILL"), in which step and at what work."""
+    """Return a line on a rank: what happened to it ("was killed by SIGKILL"), in which step, at
+    what work.
+    """
     return f"{_name(job, rank)} {what} {_at(*RankProgress.read(records / f'progress-{rank}'))}"
 
 

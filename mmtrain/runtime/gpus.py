@@ -117,19 +117,19 @@ def refuse_unusable(machine: Machine) -> None:
     build = f"torch {machine.torch}"
     built_for = machine.built_for
     driver_cuda = machine.driver_cuda
-    if built_for is not None and driver_cuda is not None:
-        known = ".".join(map(str, driver_cuda))
-        if driver_cuda[0] < int(built_for.split(".")[0]):
-            raise UserError(
-                f"the GPU driver supports CUDA {known}, but {build} has CUDA {built_for}. Update "
-                f"the driver, install a build of torch for CUDA {driver_cuda[0]}, or {ON_THE_CPU}"
-            )
+    knows_both = built_for is not None and driver_cuda is not None
+    if knows_both and driver_cuda[0] < int(built_for.split(".")[0]):
+        major, minor = driver_cuda
+        raise UserError(
+            f"the GPU driver supports CUDA {major}.{minor}, but {build} has CUDA {built_for}. "
+            f"Update the driver, install a build of torch for CUDA {major}, or {ON_THE_CPU}"
+        )
     # a run for GPUs must not begin on the CPU in silence
     if not machine.gpus and Path(NVIDIA_DRIVER_FILE).exists():
         raise UserError(f"{_why_none(machine, build)}, or {ON_THE_CPU}")
     for number, gpu in enumerate(machine.gpus):
-        fitting = [name for name in machine.architectures if _runs_on(name, gpu.capability)]
-        if machine.architectures and not fitting:
+        fits = any(_runs_on(name, gpu.capability) for name in machine.architectures)
+        if machine.architectures and not fits:
             major, minor = gpu.capability
             raise UserError(
                 f"GPU {number}, {gpu.name}, has compute capability {major}.{minor}, but {build} "
@@ -186,28 +186,22 @@ def _machine() -> Machine:
 
 
 def _gpu(torch: Any, index: int) -> Gpu:
+    import pynvml
+
     properties = torch.cuda.get_device_properties(index)
-    free = _free_by_nvml(str(getattr(properties, "uuid", "")))
-    if free is None:
-        free = torch.cuda.mem_get_info(index)[0]
-    return Gpu(properties.name, properties.total_memory, free, (properties.major, properties.minor))
-
-
-def _free_by_nvml(uuid: str) -> int | None:
-    """Return a GPU's free bytes without a context on it, which takes half a GiB."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    # nvmlMemory_t: total, free, used
-    handle = ctypes.c_void_p()
-    memory = (ctypes.c_ulonglong * 3)()
-    works = (
-        nvml.nvmlInit_v2() == 0
-        and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0
-        and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        # without a context on the GPU, which takes half a GiB
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{getattr(properties, 'uuid', '')}")
+        free = pynvml.nvmlDeviceGetMemoryInfo(handle).free
+    except pynvml.NVMLError:
+        free = torch.cuda.mem_get_info(index)[0]
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        free,
+        (properties.major, properties.minor),
     )
-    return memory[1] if works else None
 
 
 def _driver_cuda() -> tuple[int, int] | None:

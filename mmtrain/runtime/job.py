@@ -12,8 +12,8 @@ from mmtrain.runtime.log import log_name
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of a run. `places[r]` is what messages call global rank r's place in the
-    pipeline.
+    """The processes of a run. `places[r]` names the place of global rank r in the pipeline, for
+    messages.
 
     Each rank calls `target`, "module:function", with `rank` and the `arguments`. It may return a
     stopped run's message.
@@ -43,6 +43,6 @@ class Job:
 
     @property
     def local_ranks(self) -> range:
-        """Global numbers of this node's ranks."""
+        """Return the global numbers of this node's ranks."""
         number = len(self.places) // self.nodes
         return range(self.node * number, (self.node + 1) * number)

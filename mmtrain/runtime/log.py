@@ -28,10 +28,7 @@ class PrefixedLog(io.TextIOWrapper):
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        super().__init__(
-            io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace"
-        )
+        super().__init__(path.open("ab"), encoding="utf-8", errors="replace")
         self._prefix = f"[{name}] "
         self._partial = ""
 

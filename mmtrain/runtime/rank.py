@@ -47,7 +47,6 @@ class Rank:
 
     rank: int
     world_size: int
-    local_rank: int
     device: str
     folder: Path
     console: TextIO | None
@@ -95,12 +94,10 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         import torch
 
         torch.set_num_threads(job.threads)
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = f"cuda:{local_rank}" if job.on_gpus else "cpu"
+        device = f"cuda:{int(os.environ['LOCAL_RANK'])}" if job.on_gpus else "cpu"
         me = Rank(
             rank,
             int(os.environ["WORLD_SIZE"]),
-            local_rank,
             device,
             job.folder,
             console,
@@ -130,8 +127,10 @@ def run_rank(job: Job, records: Path | None = None) -> str | None:
         traceback.print_exc()
         log.finish()
         wake_stopped(psutil.Process().parent().children())
-        is_victim = record.kind == "peer"
-        time.sleep(SECONDS_AFTER_LOST_PEER if is_victim else SECONDS_AFTER_FAILURE)
+        seconds = SECONDS_AFTER_FAILURE
+        if record.kind == "peer":
+            seconds = SECONDS_AFTER_LOST_PEER
+        time.sleep(seconds)
         if console is not None:
             console.drain()
         if not records:

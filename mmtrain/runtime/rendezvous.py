@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet and compare their plans.
+"""The meeting of a run's ranks, which compare their plans there.
 
 A store of torch's that listens on one address, and from which nothing is unpickled:
 
@@ -123,7 +123,14 @@ def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[i
 def _handler(parameters: RendezvousParameters) -> FixedNodes:
     host, port = _split(parameters.endpoint)
     node, timeout = (int(parameters.config[name]) for name in ("rank", "timeout"))
-    return FixedNodes(host, port, node, parameters.max_nodes, parameters.run_id, timeout)
+    return FixedNodes(
+        host,
+        port,
+        node,
+        parameters.max_nodes,
+        parameters.run_id,
+        timeout,
+    )
 
 
 def listening_address(endpoint: str) -> str:

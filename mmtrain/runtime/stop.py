@@ -27,7 +27,7 @@ SECONDS_TOGETHER = 1.0  # between two signals of which one sender meant the same
 
 
 class Asked(enum.IntEnum):
-    """What the launcher wants."""
+    """The launcher's wish."""
 
     NOTHING = 0
     SAVE_AND_END = 1
@@ -48,13 +48,13 @@ class StopFile:
         self._FORMAT.pack_into(self._memory, 0, asked, time.monotonic())
 
     def read(self) -> tuple[Asked, float]:
-        """Return what is wanted, and for how many seconds it has been."""
+        """Return the wish, and the seconds since it was made."""
         asked, since = self._FORMAT.unpack_from(self._memory)
         return Asked(asked), time.monotonic() - since
 
 
 class StopRequest:
-    """Whether this rank has been asked to save and end: by its launcher, or by a signal of its own.
+    """A request to this rank to save and end, from its launcher or from a signal of its own.
 
     `path` is the launcher's file. None: under torchrun the first SIGTERM asks, and a later one ends
     the rank.
@@ -88,7 +88,7 @@ class StopRequest:
                     self._signalled_at = time.monotonic()
 
     def _ends_this_rank(self) -> bool:
-        """Whether a SIGTERM comes from one who does not wait."""
+        """Tell whether a SIGTERM comes from a sender that does not wait."""
         # torchrun hands on the signal that its ranks may have had themselves
         if self._file is None:
             return (

@@ -110,24 +110,20 @@ def run_ranks(job: Job) -> Failure | None:
 
         def ask(number: int, frame: object) -> None:
             asked, seconds = stop_file.read()
-            if (
-                number == signal.SIGTERM
-                and asked is not Asked.NOTHING
-                and seconds > SECONDS_TOGETHER
-            ):
-                stop_file.ask(Asked.END_NOW)
-                wake_stopped(psutil.Process().children(recursive=True))
-                raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
                 console.write(
                     f"{signal.Signals(number).name}: the run saves after the current "
                     "step, and ends\n"
                 )
+            elif number == signal.SIGTERM and seconds > SECONDS_TOGETHER:
+                stop_file.ask(Asked.END_NOW)
+                wake_stopped(psutil.Process().children(recursive=True))
+                raise SignalException("a second SIGTERM", signal.SIGTERM)
 
         class Logs(DefaultLogsSpecs):
-            """torch asks it for the ranks' outputs right before it starts them: from then on they
-            can be asked to stop.
+            """The outputs of ranks, which torch asks for right before it starts these. From then on
+            they can be asked to stop.
 
             Before, a signal ends this process at once: no Python handler runs while it waits in C++
             for other nodes.

@@ -1,9 +1,9 @@
-"""Which stock class computes what a run trains, and which formats of `mmtrain export` can hold it,
-before it trains.
+"""Stock classes that compute a run, and formats of `mmtrain export` that can hold it.
 
 Models --connector, final norm, layout, fit, encoder--> a StockClass, or what to change
 
-The planner asks for `export.format`, the export for what it writes. What only the modules of a timm
+All is known before a run trains. The planner asks for `export.format`, the export for what it
+writes. What only the modules of a timm
 encoder tell (an activation, rotary positions) is known when it is exported.
 """
 
@@ -84,7 +84,8 @@ def exporter_for(models: Models) -> StockClass:
     Raises UserError with what each class that has its connector would need, and what `vision_shape`
     raises.
     """
-    kind, vision = models.section.projector.type, models.section.vision
+    kind = models.section.projector.type
+    vision = models.section.vision
     near = [stock for stock in STOCK_CLASSES if kind in stock.connectors]
     near = [stock for stock in near if vision.layout in stock.layouts] or near
     path = models.section.llm.path
@@ -120,6 +121,7 @@ def _other_connector(models: Models) -> Iterator[str]:
 
 def class_of(models: Models) -> StockClass | None:
     """Return the stock class that a run leaves by; None: its LLM's own, for a run on text alone.
+
     Raises UserError.
     """
     whole = whole_of(models)
@@ -129,10 +131,9 @@ def class_of(models: Models) -> StockClass | None:
 
 
 def whole_of(models: Models) -> StockClass | None:
-    """Return the class of the whole M-RoPE model that a run is on, if it computes what the run
-    trained; else None.
-    """
-    path, vision = models.section.llm.path, models.section.vision
+    """Return the class of the whole M-RoPE model that a run is on; None: that computes others."""
+    path = models.section.llm.path
+    vision = models.section.vision
     folder = find_model_folder(path)
     if folder is None:
         return None
@@ -143,27 +144,27 @@ def whole_of(models: Models) -> StockClass | None:
     if vision is None:
         return stock
     for key, value in stock.keys(StockFolder(path, folder, content)).items():
-        _, *below = key.split(".")
-        own = models.image_fit if key == "data.image_fit" else models.section.value_at(tuple(below))
+        if key == "data.image_fit":
+            own = models.image_fit
+        else:
+            own = models.section.value_at(tuple(key.split(".")[1:]))
         if own != value and not key.endswith(BOUNDS):
             return None
     return stock
 
 
 def stock_class(model_type: str | None, encoder: str | None = None) -> StockClass | None:
-    """Return the stock class of a config.json with this model_type, its vision_config with the
-    model_type `encoder`.
-    """
+    """Return the stock class of a config.json with this model_type, and that of its encoder."""
     fitting = [stock for stock in STOCK_CLASSES if model_type in stock.model_types]
     is_native = encoder in FAMILIES and FAMILIES[encoder].native is not None
-    return next(
-        (stock for stock in fitting if stock.is_native == is_native), next(iter(fitting), None)
-    )
+    fitting.sort(key=lambda stock: stock.is_native != is_native)
+    return next(iter(fitting), None)
 
 
 def _unfit_llm(path: str, llm: LlmShape) -> str:
-    """Return why no stock class computes this LLM behind an encoder; "" where only a trial can
-    tell.
+    """Return the reason why no stock class computes this LLM behind an encoder.
+
+    It is "" where only a trial can tell.
     """
     if llm.scaled_by:
         return (
@@ -172,34 +173,35 @@ def _unfit_llm(path: str, llm: LlmShape) -> str:
         )
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
         return f"the head of {path} ({llm.model_type}) has a bias, but stock heads have none"
-    return (
-        f"stock models do not find the embedding of a {llm.model_type}"
-        if llm.model_type in _OTHER_EMBEDDING
-        else ""
-    )
+    if llm.model_type in _OTHER_EMBEDDING:
+        return f"stock models do not find the embedding of a {llm.model_type}"
+    return ""
 
 
 def refuse_llava_code(models: Models, trained: Collection[str]) -> None:
-    """Raise UserError for a run that `trained` (global names) more than a projector that LLaVA's
-    own code computes.
-    """
-    kind, vision = models.section.projector.type, models.section.vision
+    """Raise UserError for a run that `trained` (global names) more than a projector of LLaVA's."""
+    kind = models.section.projector.type
+    vision = models.section.vision
     if vision is None:
         raise UserError("llava holds a projector, but model.vision=null has none")
     if kind not in LLAVA_CODE:
         raise UserError(
             f"llava takes a {' or '.join(LLAVA_CODE)} projector, but model.projector.type is {kind}"
         )
-    if vision.final_norm or not LAYOUTS[vision.layout].in_llava:
-        key = "final_norm" if vision.final_norm else "layout"
-        value = str(getattr(vision, key)).lower()
+    unsupported = ""
+    if vision.final_norm:
+        unsupported = "final_norm=true"
+    elif not LAYOUTS[vision.layout].in_llava:
+        unsupported = f"layout={vision.layout}"
+    if unsupported:
         raise UserError(
-            f"llava's code does not support model.vision.{key}={value}, which this run uses"
+            f"llava's code does not support model.vision.{unsupported}, which this run uses"
         )
-    if others := [name for name in trained if not name.startswith("projector.")]:
-        raise UserError(
-            f"llava holds only the projector, but {others[0]} trains too (model.trainable)"
-        )
+    for name in trained:
+        if not name.startswith("projector."):
+            raise UserError(
+                f"llava holds only the projector, but {name} trains too (model.trainable)"
+            )
 
 
 def _refuse_without_adapters(models: Models, trained: Collection[str]) -> None:
@@ -210,23 +212,18 @@ def _refuse_without_adapters(models: Models, trained: Collection[str]) -> None:
 
 
 def _refuse_more_than_adapters(models: Models, trained: Collection[str]) -> None:
-    """Raise UserError for a run that trains anything but adapters of the published LLM, and the
-    projector.
-    """
+    """Raise UserError for a run of more than the published LLM's adapters and the projector."""
     if holds_parts(models.llm_folder):
         raise UserError(f"{models.section.llm.path} is a whole model, not only the LLM")
     if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, but model.lora gives it none")
-    if others := [
-        name for name in trained if not name.startswith("projector.") and not is_llm_adapter(name)
-    ]:
-        raise UserError(f"{others[0]} trains too, but adapters of the published LLM cannot hold it")
+    for name in trained:
+        if not name.startswith("projector.") and not is_llm_adapter(name):
+            raise UserError(f"{name} trains too, but adapters of the published LLM cannot hold it")
 
 
 def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
-    """Raise UserError for a run that no stock class computes, and for files that an export could
-    not write again.
-    """
+    """Raise UserError for a run without a stock class, and files that no export can write."""
     class_of(models)
     folder = find_model_folder(models.section.llm.path)
     if folder is None or (tensors := tensor_shapes(folder)) is None:
@@ -237,11 +234,8 @@ def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
     names = full_names(family, llm_tensors(folder, tensors)).values()
     stored = {canonical_name(loaded_name(family, name)) for name in names}
     for name in trained:
-        if (
-            name.startswith("llm.")
-            and f"{adapted_layer(name)}.weight" not in stored
-            and name not in stored
-        ):
+        is_stored = {name, f"{adapted_layer(name)}.weight"} & stored
+        if name.startswith("llm.") and not is_stored:
             raise UserError(
                 f"{name} trains, but the LLM's files have it under another name or in "
                 "several tensors"
@@ -249,11 +243,10 @@ def _refuse_unknown_class(models: Models, trained: Collection[str]) -> None:
 
 
 def default_base(models: Models) -> Base:
-    """What a run's adapters are for unless one says it: the published LLM where it is all of the
-    model.
-    """
-    alone = models.section.vision is None and not holds_parts(models.llm_folder)
-    return "llm" if alone else "hf"
+    """Return the default base of a run's adapters: the published LLM if it is all of the model."""
+    if models.section.vision is None and not holds_parts(models.llm_folder):
+        return "llm"
+    return "hf"
 
 
 # by values of --format, and for "safetensors" none
@@ -266,7 +259,7 @@ _CHECKS = {
 
 
 def formats_for(models: Models, trained: Collection[str]) -> str:
-    """Options of `mmtrain export` that write what a run `trained`, by global names."""
+    """Return options of `mmtrain export` that write all that a run `trained`, by global names."""
     formats = ["--format safetensors"]
     for name, check in _CHECKS.items():
         with contextlib.suppress(UserError):
@@ -276,9 +269,7 @@ def formats_for(models: Models, trained: Collection[str]) -> str:
 
 
 def refuse_unfit_format(name: str, path: Path, models: Models, trained: Collection[str]) -> None:
-    """Raise UserError, with the options that work, where a format cannot hold what a checkpoint has
-    `trained`.
-    """
+    """Raise UserError, with options that work, for a format that cannot hold all that `trained`."""
     try:
         _CHECKS[name](models, trained)
     except UserError as error:
@@ -286,9 +277,7 @@ def refuse_unfit_format(name: str, path: Path, models: Models, trained: Collecti
 
 
 def check_export_format(name: str | None, models: Models, trained: Collection[str]) -> None:
-    """Raise UserError where `export.format=name` cannot hold what a run trains: `trained`, by
-    global names.
-    """
+    """Raise UserError where `export.format=name` cannot hold a run's `trained`, by global names."""
     check = _CHECKS.get(name or "")
     if check is None:
         return

@@ -1,5 +1,4 @@
-"""HyperCLOVAXVisionV2, VideoLlama3 and Exaone4_5: patches of all images in one sequence, and their
-grids.
+"""HyperCLOVAXVisionV2, VideoLlama3, Exaone4_5: all images' patches in one sequence, their grids.
 
 | class                | encoder                             | connector                          |
 |----------------------|-------------------------------------|------------------------------------|
@@ -11,14 +10,13 @@ grids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings, StockClass, of_images
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class HyperCLOVAXVisionV2(StockClass):
-    """HyperCLOVA X Think's class, with any LLM. Its head multiplies logits by the LLM's
-    `logits_scaling`.
-    """
+    """HyperCLOVA X Think's class, with any LLM; its head multiplies logits by `logits_scaling`."""
 
     name = "HyperCLOVAXVisionV2"
     model_type = "hyperclovax_vision_v2"
@@ -71,16 +67,16 @@ class HyperCLOVAXVisionV2(StockClass):
     default_bounds: ClassVar = (56 * 56, 28 * 28 * 1280)  # in pixels
     patches: ClassVar[PatchOrder] = "c t dy dx"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return {**language, "logits_scaling": 1.0}
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         pixels = self.frames * layout.tile_size**2
         return {
             "size": {
@@ -91,7 +87,7 @@ class HyperCLOVAXVisionV2(StockClass):
             "merge_size": self.merge_size,
         }
 
-    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+    def video_settings(self, transform: ImageTransform) -> Settings | None:
         if self.video_processor is None:
             return None
         return {
@@ -106,56 +102,52 @@ class HyperCLOVAXVisionV2(StockClass):
         }
         return {key: token for key, token in named.items() if token}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
-        """Return the patches (P, values) of all images, and each grid (1, rows, columns) of
-        patches.
-        """
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
+        """Return the patches (P, values) of all images, and each grid (1, rows, columns)."""
         import torch
 
         side = layout.factor
-        grids = [(tiling.rows, tiling.columns) for tiling in tilings]
-        of_images = zip(tiles.split([tiling.tiles for tiling in tilings]), grids, strict=True)
-        rows = [
-            patch_rows(cells, grid, side, self.block, self.patches) for cells, grid in of_images
-        ]
-        of_patches = torch.tensor([(1, side * rows, side * columns) for rows, columns in grids])
-        return {"pixel_values": torch.cat(rows), "image_grid_thw": of_patches}
+        patches = []
+        grids = []
+        for cells, tiling in zip(of_images(tiles, tilings), tilings, strict=True):
+            cell_grid = (tiling.rows, tiling.columns)
+            patches.append(patch_rows(cells, cell_grid, side, self.block, self.patches))
+            grids.append((1, side * tiling.rows, side * tiling.columns))
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
 
     def read(self, folder: StockFolder) -> Keys:
-        images, side = folder.images, folder.vision.patch_size
-        at_once = FRAMES if "t" in self.patches else 1
-        needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": at_once}
-        folder.equal(IMAGES, images, needed, {"patch_size": 14})
+        side = folder.vision.patch_size
+        needed = {"patch_size": side, "merge_size": self.merge_size, "temporal_patch_size": 1}
+        if "t" in self.patches:
+            needed["temporal_patch_size"] = FRAMES
+        folder.equal(IMAGES, folder.images, needed, {"patch_size": 14})
         text = {"logits_scaling": 1.0, **(folder.config.get("text_config") or {})}
         if not self.mrope and self.text_config(text) != text:
             raise unfit(CONFIG, "text_config.logits_scaling", text["logits_scaling"], "1")
-        bounds, factor = (
-            self.pixel_bounds(images),
-            None if self.factors == (1,) else self.factors[0],
-        )
-        return {
-            **folder.cells(bounds, self.frames * (self.merge_size * side) ** 2),
-            "factor": factor,
-        }
+        bounds = self.pixel_bounds(folder.images)
+        keys = folder.cells(bounds, self.frames * (self.merge_size * side) ** 2)
+        if self.factors != (1,):
+            keys["factor"] = self.factors[0]
+        return keys
 
-    def pixel_bounds(self, images: dict[str, Any]) -> list[Any]:
-        """Return the least and most pixels of an image. Their older names win; GLM's processors do
-        not know those.
+    def pixel_bounds(self, images: Settings) -> list[Any]:
+        """Return the least and most pixels of an image.
+
+        Their older names win; GLM's processors do not know those.
         """
-        size = images.get(
-            "size", dict(zip(("shortest_edge", "longest_edge"), self.default_bounds, strict=True))
-        )
+        least, most = self.default_bounds
+        size = images.get("size", {"shortest_edge": least, "longest_edge": most})
         if not isinstance(size, dict):
             raise unfit(
                 IMAGES, "size", size, "shortest_edge and longest_edge, in pixels of the whole image"
             )
-        edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        return [
-            edges[key] if self.frames > 1 or images.get(key) is None else images[key]
-            for key in edges
-        ]
+        bounds = []
+        for key, older in ("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"):
+            bound = images.get(older)
+            if bound is None or self.frames > 1:
+                bound = size.get(key)
+            bounds.append(bound)
+        return bounds
 
 
 class VideoLlama3(HyperCLOVAXVisionV2):
@@ -175,12 +167,10 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     merge_size = block = 1
     patches = "c dy dx"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return language
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         found = super().inputs(tiles, tilings, layout)
         return {**found, "image_merge_sizes": found["image_grid_thw"].new_ones(len(tilings))}
 
@@ -203,14 +193,8 @@ class Exaone45(HyperCLOVAXVisionV2):
         "num_key_value_heads": 1,
     }
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return language
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        kept = {
-            name: source
-            for name, source in encoder.tensors.items()
-            if not name.startswith("merger.")
-        }
-        width = models.published_llm.hidden_size
-        return replace(encoder, tensors=kept, config={**encoder.config, "out_hidden_size": width})
+        return encoder.without("merger.", out_hidden_size=models.published_llm.hidden_size)

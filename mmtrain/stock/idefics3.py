@@ -1,19 +1,17 @@
-"""Idefics3, and SmolVLM, which computes the same: pixel shuffle and one linear layer, a square
-between texts.
-"""
+"""Idefics3 and SmolVLM: pixel shuffle and one linear layer, a square between texts."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts import idefics3
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import OUTER, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import OUTER, ExportedEncoder, Inputs, Settings, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -54,8 +52,9 @@ class Idefics3(StockClass):
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
-        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits
-        can say that.
+        """Refuse an encoder whose mean colour 8 bits can hold.
+
+        The model takes a square of zeros, which has that colour, for no image.
         """
         images = published_images(name)
         if images is not None and all((255 * channel).is_integer() for channel in images.mean):
@@ -66,30 +65,26 @@ class Idefics3(StockClass):
         return super().unfit_encoder(name, vision)
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        settings = {
-            key: value
-            for key, value in encoder.config.items()
-            if not key.startswith(("vision_", "project"))
-        }
+        config = encoder.config
+        own = [key for key in config if not key.startswith(("vision_", "project"))]
+        settings = {key: config[key] for key in own}
         tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
-        kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
-        return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
+        renamed = replace(encoder, config=settings, tensors=tensors)
+        return renamed.without("head.", model_type="idefics3_vision")
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"scale_factor": models.factor}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"image_seq_len": models.layout.positions_per_tile}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {
             "do_image_splitting": False,
             "max_image_size": {"longest_edge": transform.image_size},
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         return {"pixel_values": tiles[None]}
 
     def read(self, folder: StockFolder) -> Keys:
@@ -97,8 +92,7 @@ class Idefics3(StockClass):
         if folder.images.get("do_image_splitting", True):
             _log.info(
                 f"model.pretrained: {folder.path}: its processor cuts images into tiles "
-                "(do_image_splitting); mmtrain "
-                f"trains on one square of {folder.vision.image_size} pixels, and exports a "
-                "processor that makes one"
+                f"(do_image_splitting); mmtrain trains on one square of "
+                f"{folder.vision.image_size} pixels, and exports a processor that makes one"
             )
-        return {"factor": self.factor(folder, "scale_factor", folder.config.get("scale_factor", 2))}
+        return {"factor": self.factor(folder, "scale_factor")}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import vision_shape
 from mmtrain.layouts.layout import ImageLayout
-from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, Settings, StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from mmtrain.data.stream.images import ImageTransform
 
+_AROUND = {"start_image_token": "", "end_image_token": ""}  # texts around an image
+
 
 class InternVL(StockClass):
-    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left
-    out in silence.
-    """
+    """InternVL. Its config makes an InternViT of any encoder, without another one's weights."""
 
     name = "InternVL"
     model_type = "internvl"
@@ -32,49 +32,44 @@ class InternVL(StockClass):
     image_processor = "GotOcr2ImageProcessor"
     video_processor = "InternVLVideoProcessor"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         # -1 is behind the last norm, which some InternViTs have; hidden states before it are
         # counted from 0
-        layers = encoder.config["num_hidden_layers"]
+        layer = encoder.feature_layer
+        if layer == -1:
+            layer = encoder.config["num_hidden_layers"]
         return {
             "image_seq_length": models.layout.positions_per_tile,
             "downsample_ratio": 1 / models.factor,
             "projector_hidden_act": "gelu",
-            "vision_feature_layer": layers
-            if encoder.feature_layer == -1
-            else encoder.feature_layer,
+            "vision_feature_layer": layer,
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"image_seq_length": models.layout.positions_per_tile}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        """Its processor looks for videos in texts: padding is in none."""
-        around = {"start_image_token": "", "end_image_token": ""}
-        return {**around, "context_image_token": IMAGE_MARK, "video_token": tokenizer.pad_token}
+        """Return padding as the video token: the processor looks for it, and no text has it."""
+        return {**_AROUND, "context_image_token": IMAGE_MARK, "video_token": tokenizer.pad_token}
 
     def read(self, folder: StockFolder) -> Keys:
         max_patches = folder.images.get("max_patches", 12)
         folder.one_tile("max_patches", max_patches, max_patches == 1)
-        folder.no_texts(
-            {key: folder.named_tokens.get(key) for key in ("start_image_token", "end_image_token")},
-            self.layouts[0],
-        )
-        ratio = folder.config.get("downsample_ratio", 0.5)
-        is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
+        folder.no_texts(folder.named_tokens, _AROUND, self.layouts[0])
+        factor = folder.config.get("downsample_ratio", 0.5)
+        if isinstance(factor, float) and factor > 0 and (1 / factor).is_integer():
+            factor = int(1 / factor)
+        # its class takes -1 for the encoder's result, behind its norm
         is_last = folder.config.get("vision_feature_layer", -1) == -1
-        has_norm = len(vision_shape(folder.path, -1, True).parameters) > len(
-            folder.vision.parameters
-        )
+        normed = vision_shape(folder.path, -1, True)
+        has_norm = len(normed.parameters) > len(folder.vision.parameters)
         return {
             "select_layer": folder.layer(-1, "default"),
-            "final_norm": is_last and has_norm,  # its class takes -1 for what the encoder returns
-            "factor": self.factor(
-                folder, "downsample_ratio", int(1 / ratio) if is_fraction else ratio
-            ),
+            "final_norm": is_last and has_norm,
+            "factor": self.factor(folder, "downsample_ratio", factor),
             "image_fit": folder.fit(),
         }

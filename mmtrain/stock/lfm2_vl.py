@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS, Native, patch_rows
-from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import (
+    ON_WHITE,
+    ExportedEncoder,
+    Inputs,
+    Settings,
+    StockClass,
+    of_images,
+)
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -27,9 +34,7 @@ _TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_en
 
 
 class Lfm2Vl(StockClass):
-    """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, and none where each patch
-    is a position.
-    """
+    """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, else none."""
 
     name = "Lfm2Vl"
     model_type = "lfm2_vl"
@@ -52,7 +57,7 @@ class Lfm2Vl(StockClass):
     has_pillow = False
     adds_special_tokens = False
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         factor = models.factor
         return {
             "downsample_factor": factor,
@@ -62,10 +67,10 @@ class Lfm2Vl(StockClass):
             "projector_bias": True,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         return {
             "do_image_splitting": False,
             "min_image_tokens": layout.min_positions,
@@ -86,23 +91,20 @@ class Lfm2Vl(StockClass):
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, "")}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
-        """Return patches (images, most, values) as its processor pads them, their mask, and each
-        grid of patches.
-        """
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
+        """Return patches (images, most, values), padded by zeros, their mask, and grids of them."""
         import torch
 
-        factor, side = layout.factor, layout.patch_size
-        grids = [(tiling.rows * factor, tiling.columns * factor) for tiling in tilings]
+        factor = layout.factor
         most = layout.max_positions * factor**2
-        patches = tiles.new_zeros(len(grids), most, 3 * side**2)
-        mask = torch.zeros(len(grids), most, dtype=torch.int32)
-        of_images = tiles.split([tiling.tiles for tiling in tilings])
-        for row, (cells, tiling) in enumerate(zip(of_images, tilings, strict=True)):
+        patches = tiles.new_zeros(len(tilings), most, 3 * layout.patch_size**2)
+        mask = torch.zeros(len(tilings), most, dtype=torch.int32)
+        grids = []
+        for row, (cells, tiling) in enumerate(zip(of_images(tiles, tilings), tilings, strict=True)):
+            grids.append((tiling.rows * factor, tiling.columns * factor))
             values = patch_rows(cells, (tiling.rows, tiling.columns), factor, 1, "dy dx c")
-            patches[row, : len(values)], mask[row, : len(values)] = values, 1
+            patches[row, : len(values)] = values
+            mask[row, : len(values)] = 1
         return {
             "pixel_values": patches,
             "pixel_attention_mask": mask,
@@ -110,10 +112,9 @@ class Lfm2Vl(StockClass):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        has_norm, factor = (
-            folder.config.get("projector_use_layernorm", True),
-            folder.config.get("downsample_factor", 2),
-        )
+        # its connector
+        has_norm = folder.config.get("projector_use_layernorm", True)
+        factor = folder.config.get("downsample_factor", 2)
         if has_norm is not (factor != 1):
             raise unfit(
                 CONFIG,
@@ -121,30 +122,28 @@ class Lfm2Vl(StockClass):
                 has_norm,
                 f"{factor != 1}, with downsample_factor {factor}",
             )
-        width, needed = (
-            folder.config.get("projector_hidden_size", 2560),
-            llm_shape(folder.path).hidden_size,
-        )
+        width = folder.config.get("projector_hidden_size", 2560)
+        needed = llm_shape(folder.path).hidden_size
         if width != needed:
             raise unfit(CONFIG, "projector_hidden_size", width, f"the LLM's width, {needed}")
         if folder.config.get("projector_bias", True) is not True:
             raise unfit(CONFIG, "projector_bias", False, "true")
+
+        # its processor
         processed = {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}
-        folder.equal(
-            IMAGES, folder.images, processed, {"encoder_patch_size": 16, "downsample_factor": 2}
-        )
-        folder.no_texts(
-            {key: folder.named_tokens.get(key, text) for key, text in _TEXTS.items()}, Native.name
-        )
+        defaults = {"encoder_patch_size": 16, "downsample_factor": 2}
+        folder.equal(IMAGES, folder.images, processed, defaults)
+        folder.no_texts(folder.named_tokens, _TEXTS, Native.name)
         if folder.images.get("do_image_splitting", True):
             _log.info(
                 f"model.pretrained: {folder.path}: its processor cuts large images into tiles "
                 "(do_image_splitting); "
                 "mmtrain trains on the whole image, and exports a processor that keeps it whole"
             )
-        factor = self.factor(folder, "downsample_factor", factor)
+        factor = self.factor(folder, "downsample_factor")
+        bounds = [folder.images.get(key, number) for key, number in _BOUNDS.items()]
         return {
             "type": self.connectors[factor is None],
             "factor": factor,
-            **folder.cells([folder.images.get(key, number) for key, number in _BOUNDS.items()]),
+            **folder.cells(bounds),
         }

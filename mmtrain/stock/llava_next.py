@@ -1,17 +1,23 @@
-"""LlavaNext and LlavaOnevision: a tile of the whole and those of a grid, whose lines end with a
-trained newline.
-"""
+"""LlavaNext and LlavaOnevision: a tile of the whole, and a grid's with newlines behind lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import (
+    INTERN_VIT,
+    ExportedEncoder,
+    Inputs,
+    Settings,
+    StockClass,
+    of_images,
+    square_size,
+)
 from mmtrain.stock.stock_folder import Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -30,43 +36,33 @@ class LlavaNext(StockClass):
     not_encoders = (INTERN_VIT,)
     image_processor = "LlavaNextImageProcessor"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         grids = models.layout.image_settings
         return {**super().config(models, encoder), **grids, "use_image_newline_parameter": True}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        """Nothing is left to crop; crop_size is what transformers 4 reads the tile's size from."""
-        square = {"height": transform.image_size, "width": transform.image_size}
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
+        """Return a crop that leaves all: transformers 4 reads the tile's size from crop_size."""
         return {
             **layout.image_settings,
             "do_pad": True,
             "do_center_crop": True,
-            "crop_size": square,
+            "crop_size": square_size(transform.image_size),
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
-        """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each
-        (height, width).
-        """
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
+        """Return tiles (images, most tiles, 3, S, S), padded by zeros, and each (height, width)."""
         import torch
 
-        of_images = tiles.split([tiling.tiles for tiling in tilings])
-        sizes = torch.tensor([(tiling.height, tiling.width) for tiling in tilings])
-        return {
-            "pixel_values": torch.nn.utils.rnn.pad_sequence(of_images, batch_first=True),
-            "image_sizes": sizes,
-        }
+        padded = torch.nn.utils.rnn.pad_sequence(of_images(tiles, tilings), batch_first=True)
+        sizes = [(tiling.height, tiling.width) for tiling in tilings]
+        return {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
 
     def read(self, folder: StockFolder) -> Keys:
         return {"select_layer": folder.layer(-2, "default"), **folder.grids(Anyres(tile_size=336))}
 
 
 class LlavaOnevision(LlavaNext):
-    """LLaVA-OneVision: at most 9 tiles' positions; each of several images in a sample is one
-    square.
-    """
+    """LLaVA-OneVision: at most 9 tiles' positions; of several images each is one square."""
 
     name = "LlavaOnevision"
     model_type = "llava_onevision"
@@ -76,10 +72,10 @@ class LlavaOnevision(LlavaNext):
     video_token = "<|video|>"
     video_token_key = "video_token_index"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {**super().config(models, encoder), "vision_aspect_ratio": AnyresMax9.name}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "image_token": IMAGE_MARK,
             "video_token": self.video_token,
@@ -88,12 +84,10 @@ class LlavaOnevision(LlavaNext):
             "vision_aspect_ratio": AnyresMax9.name,
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {**layout.image_settings, "do_pad": True}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         import torch
 
         return {
@@ -103,6 +97,8 @@ class LlavaOnevision(LlavaNext):
 
     def read(self, folder: StockFolder) -> Keys:
         for settings in (folder.config, folder.processor):
-            if (ratio := settings.get("vision_aspect_ratio", AnyresMax9.name)) != AnyresMax9.name:
-                raise unfit("a file", "vision_aspect_ratio", ratio, AnyresMax9.name)
+            key = "vision_aspect_ratio"
+            ratio = settings.get(key, AnyresMax9.name)
+            if ratio != AnyresMax9.name:
+                raise unfit("a file", key, ratio, AnyresMax9.name)
         return {"select_layer": folder.layer(-1, "full"), **folder.grids(AnyresMax9(tile_size=384))}

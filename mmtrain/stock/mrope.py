@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.facts.encoders import FAMILIES
@@ -23,7 +22,7 @@ from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import GlmV, PaddleOcrVl, QwenVl
 from mmtrain.layouts.native import Native
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
-from mmtrain.stock.stock_class import ExportedEncoder
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -72,20 +71,15 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         family = llm_shape(path).model_type
         if MROPE_MODELS.get(family) in self.text_models:
             return ""
-        fitting = " or ".join(
-            name for name, whole in MROPE_MODELS.items() if whole in self.text_models
-        )
-        return f"a {fitting} LLM ({path} is {family})"
+        fitting = [name for name, whole in MROPE_MODELS.items() if whole in self.text_models]
+        return f"a {' or '.join(fitting)} LLM ({path} is {family})"
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        kept = {
-            name: source for name, source in encoder.tensors.items() if not name.startswith(_BESIDE)
-        }
         width = {self.width_key: models.published_llm.hidden_size}
-        return replace(encoder, tensors=kept, config={**encoder.config, **width})
+        return encoder.without(_BESIDE, **width)
 
 
 class Qwen3VL(Qwen2VL):
@@ -112,9 +106,7 @@ class Qwen3VL(Qwen2VL):
 
 
 class Glm4v(Qwen3VL):
-    """GLM-4.1V to GLM-4.6V, and GLM-OCR; their processors count an image as two frames when they
-    bound pixels.
-    """
+    """GLM-4.1V to GLM-4.6V, GLM-OCR; their processors bound pixels of an image as two frames."""
 
     name = "Glm4v"
     model_type = "glm4v"
@@ -138,13 +130,12 @@ class Glm4v(Qwen3VL):
         return self.connector_names + name.removeprefix("mlp.")
 
     def read(self, folder: StockFolder) -> Keys:
-        named = (
-            shape
-            for name, shape in folder.tensors.items()
-            if name.endswith("merger.up_proj.weight")
-        )
-        inner, width = next(named, (None,))[0], llm_shape(folder.path).hidden_size
-        return {**super().read(folder), "width": None if inner == 3 * width else inner}
+        keys = super().read(folder)
+        width = llm_shape(folder.path).hidden_size
+        for name, shape in folder.tensors.items():
+            if name.endswith("merger.up_proj.weight") and shape[0] != 3 * width:
+                keys["width"] = shape[0]
+        return keys
 
 
 class PaddleOCRVL(Qwen2VL):
@@ -169,28 +160,29 @@ class PaddleOCRVL(Qwen2VL):
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
-        found, size = super().inputs(tiles, tilings, layout), layout.patch_size
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
+        found = super().inputs(tiles, tilings, layout)
+        size = layout.patch_size
         return {**found, "pixel_values": found["pixel_values"].view(-1, 3, size, size)}
 
 
 def _like(kind: type[Qwen2VL], name: str, model_type: str, **other: Any) -> Qwen2VL:
     """Make a variant of `kind` with another name and the given attributes."""
-    return type(
-        name,
-        (kind,),
-        {"name": name, "model_type": model_type, "text_models": (model_type,), **other},
-    )()
+    own = {"name": name, "model_type": model_type, "text_models": (model_type,), **other}
+    return type(name, (kind,), own)()
 
 
-_GLM46 = {"image_processor": "Glm46VImageProcessor", "video_processor": "Glm46VVideoProcessor"}
-_GLM46["processor_name"] = "Glm46VProcessor"
+_GLM46 = {
+    "image_processor": "Glm46VImageProcessor",
+    "video_processor": "Glm46VVideoProcessor",
+    "processor_name": "Glm46VProcessor",
+}
 MROPE_CLASSES = (
     Qwen2VL(),
     _like(
-        *(Qwen2VL, "Qwen2_5_VL", "qwen2_5_vl"),
+        Qwen2VL,
+        "Qwen2_5_VL",
+        "qwen2_5_vl",
         connectors=("patch_merger_rms",),
         width_key="out_hidden_size",
         text_models=("qwen2_5_vl", "qwen2_vl"),

@@ -1,10 +1,8 @@
-"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder by its own names;
-one tile.
-"""
+"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder; one tile."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.encoders import TIMM
@@ -12,7 +10,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, Inputs, Settings, StockClass
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -55,16 +53,16 @@ class PerceptionLM(StockClass):
             )
         return super().unfit_encoder(name, vision)
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "vision_use_cls_token": bool(encoder.prefix_tokens),
             "projector_pooling_ratio": models.factor,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"patch_size": encoder.patch_size, "pooling_ratio": models.factor}
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         return {
             "vision_input_type": "one tile",
             "tile_size": transform.image_size,
@@ -72,15 +70,14 @@ class PerceptionLM(StockClass):
         }
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
-        size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
+        size = (transform.image_size, transform.image_size)
+        by = transform.interpolation.upper()
         return f"picture = {ON_WHITE}.resize({size}, Image.Resampling.{by})"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         return {"pixel_values": tiles[:, None]}
 
     def read(self, folder: StockFolder) -> Keys:
@@ -92,4 +89,4 @@ class PerceptionLM(StockClass):
             raise unfit(CONFIG, "vision_use_cls_token", uses_class, str(not uses_class))
         ratio = folder.config.get("projector_pooling_ratio", 1)
         factor = self.factor(folder, "projector_pooling_ratio", ratio)
-        return {"factor": factor, "type": "mlp2x_gelu" if factor is None else "mlp2x_gelu_pool"}
+        return {"factor": factor, "type": self.connectors[factor is None]}

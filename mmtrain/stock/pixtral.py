@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmtrain.config.limits import MAX_GRID_SIDE
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -12,7 +12,14 @@ from mmtrain.facts.settings import is_whole
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import Native, picture
-from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_class import (
+    ExportedEncoder,
+    Inputs,
+    Settings,
+    StockClass,
+    of_images,
+    square_size,
+)
 from mmtrain.stock.stock_folder import IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ class LlavaPixtral(StockClass):
     image_processor = "PixtralImageProcessor"
     processor_name = "PixtralProcessor"
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "image_token": IMAGE_MARK,
             "image_break_token": "",
@@ -47,44 +54,40 @@ class LlavaPixtral(StockClass):
             "spatial_merge_size": models.factor,
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: Native) -> dict[str, Any]:
-        side = layout.tile_size  # to whole ones of which it rounds; PixtralProcessor sets it too
+    def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         return {
             "size": {"longest_edge": layout.longest_edge},
-            "patch_size": {"height": side, "width": side},
+            # to whole ones of which it rounds; PixtralProcessor sets it too
+            "patch_size": square_size(layout.tile_size),
         }
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native
-    ) -> dict[str, torch.Tensor]:
-        """Return pictures (images, 3, H, W), zeros to the right of and below smaller ones, and each
-        (height, width).
-        """
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
+        """Return pictures (images, 3, H, W), padded by zeros, and each (height, width)."""
         import torch
 
         side = layout.tile_size
         sizes = torch.tensor([(tiling.rows * side, tiling.columns * side) for tiling in tilings])
-        pictures = tiles.new_zeros(len(tilings), 3, *sizes.amax(0).tolist())
-        of_images = tiles.split([tiling.tiles for tiling in tilings])
-        for place, cells, tiling, (height, width) in zip(
-            pictures, of_images, tilings, sizes.tolist(), strict=True
-        ):
-            place[:, :height, :width] = picture(cells, (tiling.rows, tiling.columns))
-        return {"pixel_values": pictures, "image_sizes": sizes}
+        padded = tiles.new_zeros(len(tilings), 3, *sizes.amax(0).tolist())
+        for place, cells, tiling in zip(padded, of_images(tiles, tilings), tilings, strict=True):
+            own = picture(cells, (tiling.rows, tiling.columns))
+            place[:, : own.shape[1], : own.shape[2]] = own
+        return {"pixel_values": padded, "image_sizes": sizes}
 
     def read(self, folder: StockFolder) -> Keys:
-        folder.no_texts(
-            {key: folder.processor.get(key, text) for key, text in _TEXTS.items()}, Native.name
-        )
+        folder.no_texts(folder.processor, _TEXTS, Native.name)
         return {"select_layer": folder.layer(*self.layer_defaults), **self.size(folder)}
 
     def size(self, folder: StockFolder) -> Keys:
         """Return the keys of the layout."""
-        merged = 1 if self.factors == (1,) else folder.config.get("spatial_merge_size", 2)
+        merged = 1
+        if self.factors != (1,):
+            merged = folder.config.get("spatial_merge_size", 2)
         needed = {"patch_size": folder.vision.patch_size, "spatial_merge_size": merged}
         folder.equal("its processor", folder.processor, needed, {})
         size = folder.images.get("size", {"longest_edge": 1024})
-        longest = size.get("longest_edge") if isinstance(size, dict) else None
+        longest = None
+        if isinstance(size, dict):
+            longest = size.get("longest_edge")
         if not is_whole(longest, 1, MAX_GRID_SIDE):
             raise unfit(IMAGES, "size", size, f"a longest_edge of 1 to {MAX_GRID_SIDE:,} pixels")
         return {"longest_edge": longest, "image_fit": None}
@@ -94,9 +97,7 @@ _TEXTS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 
 
 class Mistral3(LlavaPixtral):
-    """Mistral 3, with any LLM: a norm, `factor` x `factor` patches merged by a linear layer, then
-    an MLP.
-    """
+    """Mistral 3, with any LLM: a norm, patches merged by a linear layer, then an MLP."""
 
     name = "Mistral3"
     model_type = "mistral3"
@@ -105,7 +106,7 @@ class Mistral3(LlavaPixtral):
     factors = (2, 3, 4)
     layer_defaults: ClassVar = (-1, "full")
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "spatial_merge_size": models.factor,
             "projector_hidden_act": "gelu",
@@ -114,16 +115,12 @@ class Mistral3(LlavaPixtral):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(
-            folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2)
-        )
+        factor = self.factor(folder, "spatial_merge_size")
         return {**super().read(folder), "factor": factor}
 
 
 class LightOnOcr(Mistral3):
-    """LightOnOCR, which computes what Mistral3 does on the last block, and is published with
-    Qwen3.
-    """
+    """LightOnOCR, which computes as Mistral3 on the last block, and is published with Qwen3."""
 
     name = "LightOnOcr"
     model_type = "lighton_ocr"
@@ -137,27 +134,23 @@ class LightOnOcr(Mistral3):
 
     def unfit_llm(self, path: str) -> str:
         family = llm_shape(path).model_type
-        return (
-            ""
-            if family == "qwen3"
-            else f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
-        )
+        if family == "qwen3":
+            return ""
+        return f"a qwen3 LLM ({family} is for Mistral3, which computes the same)"
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {"spatial_merge_size": models.factor}
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
             "patch_size": encoder.patch_size,
             "spatial_merge_size": models.factor,
         }
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        """Its processor asks for all three and writes the first alone."""
+        """Return all three that its processor asks for; it writes the first alone."""
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(
-            folder, "spatial_merge_size", folder.config.get("spatial_merge_size", 2)
-        )
+        factor = self.factor(folder, "spatial_merge_size")
         return {**self.size(folder), "factor": factor}

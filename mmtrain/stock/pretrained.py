@@ -1,5 +1,4 @@
-"""`model.pretrained`: expand a whole multimodal model's folder into the keys that everything below
-sees.
+"""`model.pretrained`: expand a whole multimodal model's folder into the keys of its parts.
 
 config.json, the processor's files --StockFolder, StockClass.read--> model.vision.{select_layer,
                      final_norm, layout, max_tiles, pinpoints}, model.projector.{type, factor,
@@ -10,11 +9,12 @@ This is the inverse of what an export writes. What these keys cannot say is refu
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.model_files import model_folder, read_json
+from mmtrain.facts.model_files import model_config, model_folder
 from mmtrain.facts.models import models_of
 from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for, stock_class
 from mmtrain.stock.stock_folder import BOUNDS, BY_PARTS, PARTS, StockFolder, shown
@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def expand_pretrained(config: RunConfig) -> RunConfig:
-    """Return the configuration with explicit keys in place of `model.pretrained`; itself where that
-    is not set.
+    """Return the configuration with explicit keys in place of `model.pretrained`, if it is set.
 
     Raises UserError for a folder of another class, for what mmtrain would compute otherwise, and
     for a key that contradicts the folder, but for bounds of image tokens.
@@ -37,16 +36,16 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
             "model.pretrained: is empty. Name a model's folder, or set null and name its parts"
         )
     folder = model_folder(path)
-    content = read_json(folder / "config.json")
+    content = model_config(folder)
     kind = content.get("model_type")
     stock = stock_class(kind, (content.get("vision_config") or {}).get("model_type"))
     if stock is None:
-        listed = ", ".join(
-            dict.fromkeys(name for stock in STOCK_CLASSES for name in stock.model_types)
-        )
+        known = itertools.chain(*(stock.model_types for stock in STOCK_CLASSES))
         raise UserError(
-            f"model.pretrained: {path} has model_type {shown(kind)}, but needs one of {listed}"
+            f"model.pretrained: {path} has model_type {shown(kind)}, but needs one of "
+            f"{', '.join(dict.fromkeys(known))}"
         )
+
     try:
         keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
         if config.model.init_from is not None:
@@ -68,6 +67,7 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
             raise UserError(
                 f"model.vision.min_positions is {least}, above max_positions, {most}. Set both"
             )
+
         stored = content.get("dtype", content.get("torch_dtype"))
         if "dtype" not in config.model.llm.model_fields_set:
             if stored == "float32":

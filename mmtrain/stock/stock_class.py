@@ -1,5 +1,4 @@
-"""A stock class of transformers: which runs it computes, what its folder holds, what such a folder
-says.
+"""A stock class of transformers: runs that it computes, the files of its folder, how they are read.
 
 planner:  Models --needs--> what a run would have to change, or nothing
 export:   run, ExportedEncoder --config, processor, image_settings, names--> the files of a folder
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +25,7 @@ from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
 from mmtrain.facts.families import canonical_name
 from mmtrain.facts.models import Models
+from mmtrain.facts.settings import Settings
 from mmtrain.facts.shapes import VisionShape, llm_shape
 from mmtrain.facts.timm_models import form_of
 from mmtrain.layouts.layout import ImageLayout, Tiling
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
     "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one trained "
-    "alone, on features "
-    "before the encoder's last norm"
+    "alone, on features before the encoder's last norm"
 )
+Inputs = dict[str, "torch.Tensor"]
 INTERN_VIT = "InternVLVisionModel"
 # Python of a card: `picture` in RGB, what is transparent in it laid on white, as in training.
 ON_WHITE = (
@@ -62,9 +62,9 @@ OUTER = "vision_model."
 
 @dataclass(frozen=True)
 class ExportedEncoder:
-    """What a folder says and holds of its vision encoder."""
+    """Settings and tensors of the vision encoder in a folder."""
 
-    config: dict[str, Any]  # `vision_config` of config.json, with its model_type
+    config: Settings  # `vision_config` of config.json, with its model_type
     # TensorSource by name on disk, without what the class puts before it
     tensors: Mapping[str, Any]
     # `vision_feature_layer`; -1 is the last block's output, without the final norm
@@ -78,6 +78,21 @@ class ExportedEncoder:
     def select_strategy(self) -> str:
         """`vision_feature_select_strategy`: "default" drops the first token."""
         return "default" if self.prefix_tokens else "full"
+
+    def without(self, beginnings: str | tuple[str, ...], **settings: Any) -> ExportedEncoder:
+        """Return it without tensors of these beginnings, with more settings in its config."""
+        names = [name for name in self.tensors if not name.startswith(beginnings)]
+        kept = {name: self.tensors[name] for name in names}
+        return replace(self, tensors=kept, config={**self.config, **settings})
+
+
+def square_size(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+def of_images(tiles: torch.Tensor, tilings: Sequence[Tiling]) -> tuple[torch.Tensor, ...]:
+    """Split the tiles of a sample by its images."""
+    return tiles.split([tiling.tiles for tiling in tilings])
 
 
 def _stock(name: str) -> Any:
@@ -103,24 +118,16 @@ class ExportedClass:
         return self.model_class.__name__
 
     def language_name(self, name: str, base: str) -> str:
-        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around
-        `base`.
-        """
+        """Return the name on disk of an LLM's tensor `name`, of its own class around `base`."""
         raise NotImplementedError
 
-    def inputs(
-        self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout
-    ) -> dict[str, torch.Tensor]:
-        """Return what the stock model takes for the images of one sample, whose tiles are (N, 3, S,
-        S) float32.
-        """
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
+        """Return the stock model's inputs for a sample's images, of tiles (N, 3, S, S) float32."""
         return {"pixel_values": tiles}
 
 
 class StockClass(ExportedClass):
-    """A multimodal class of transformers. What stands here is LLaVA's; another class says what it
-    has otherwise.
-    """
+    """A multimodal class of transformers: LLaVA's values, which another class overrides."""
 
     name: ClassVar[str]  # Llava has LlavaForConditionalGeneration, LlavaConfig and LlavaProcessor
     model_type: ClassVar[str]  # in config.json
@@ -204,19 +211,25 @@ class StockClass(ExportedClass):
         return _stock(self.class_name)
 
     def needs(self, models: Models) -> Iterator[str]:
-        """Yield what a run with one of its connectors would have to change, and why."""
-        vision, factor = models.section.vision, models.factor
-        layout = LAYOUTS[vision.layout if vision.layout in self.layouts else self.layouts[0]]
+        """Yield the changes that a run with one of its connectors would need, and why."""
+        vision = models.section.vision
+        factor = models.factor
         if vision.final_norm != self.final_norm:
-            where = "after" if self.final_norm else "before"
+            place = "before"
+            if self.final_norm:
+                place = "after"
             yield (
                 f"model.vision.final_norm={str(self.final_norm).lower()} (its "
-                "features come from "
-                f"{where} that norm)"
+                f"features come from {place} that norm)"
             )
-        if vision.layout not in self.layouts:
+        layout = LAYOUTS[self.layouts[0]]
+        if vision.layout in self.layouts:
+            layout = LAYOUTS[vision.layout]
+        else:
             yield f"model.vision.layout={' or '.join(self.layouts)} (as its processor writes)"
-        fits = ("null",) if layout.is_sized else self.fits
+        fits = self.fits
+        if layout.is_sized:
+            fits = ("null",)
         if (models.image_fit or "null") not in fits:
             yield (
                 f"data.image_fit={' or '.join(fits)} (its processor cannot do {models.image_fit})"
@@ -229,11 +242,9 @@ class StockClass(ExportedClass):
         if (self.last_block or self.final_norm) and vision.select_layer != -1:
             yield "model.vision.select_layer=-1 (it takes the last block's output)"
         if layout.attends_across and self.bounds_edge != (vision.longest_edge is not None):
-            bounds = (
-                " (its processor bounds that)"
-                if self.bounds_edge
-                else "=null (its processor bounds image tokens)"
-            )
+            bounds = "=null (its processor bounds image tokens)"
+            if self.bounds_edge:
+                bounds = " (its processor bounds that)"
             yield f"model.vision.longest_edge{bounds}"
         if unfit := self.unfit_encoder(vision.name, models.published_vision):
             yield f"another model.vision.name ({unfit})"
@@ -241,24 +252,20 @@ class StockClass(ExportedClass):
             yield needed
 
     def unfit_llm(self, path: str) -> str:
-        """Return the LLM that the class takes instead of the one in `path`; "" where it takes
-        that.
-        """
+        """Return the LLM that the class takes instead of the one in `path`; "": it takes that."""
         return ""
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
-        """Return why the class does not compute with the encoder `name`; "" where it does."""
-        kind, side = vision.family.model, math.isqrt(vision.patches_per_image)
+        """Return the reason why the class does not compute with the encoder `name`; "": it does."""
+        kind = vision.family.model
+        side = math.isqrt(vision.patches_per_image)
         if vision.family.native is not None and not self.is_native:
             return f"{name} takes images of any size, but its class makes squares of them"
         if vision.prefix_tokens > 1:
             before = f"{name} has {vision.prefix_tokens} tokens before its patches"
             return f"{before}, but it reads all except a class token as patches"
         if kind == TIMM and TIMM not in self.encoders:
-            shapes = {
-                parameter.name.removeprefix("vision."): parameter.shape
-                for parameter in vision.parameters
-            }
+            shapes = {p.name.removeprefix("vision."): p.shape for p in vision.parameters}
             form = form_of(shapes, final_norm=self.final_norm)
             if isinstance(form, str):
                 return f"{name} {form}, unlike every stock encoder"
@@ -288,17 +295,18 @@ class StockClass(ExportedClass):
         module, _, rest = name.partition(".")
         return self.connector_names + f"{self.renamed.get(module, module)}.{rest}".lstrip(".")
 
-    def text_config(self, language: dict[str, Any]) -> dict[str, Any]:
+    def text_config(self, language: Settings) -> Settings:
         """Return `text_config`, of the LLM's own configuration."""
         return language
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        """Return the encoder in the class's own names and settings; raises UserError for one it
-        does not take.
+        """Return the encoder in the class's own names and settings.
+
+        Raises UserError for one that it does not take.
         """
         return encoder
 
-    def config(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         """Return the class's own keys of config.json."""
         return {
             "image_seq_length": models.layout.positions_per_tile,
@@ -308,7 +316,7 @@ class StockClass(ExportedClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def processor(self, models: Models, encoder: ExportedEncoder) -> dict[str, Any]:
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         """Return the class's own keys of processor_config.json."""
         return {
             "image_token": IMAGE_MARK,
@@ -317,7 +325,7 @@ class StockClass(ExportedClass):
             "vision_feature_select_strategy": encoder.select_strategy,
         }
 
-    def image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+    def image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Return the content of preprocessor_config.json."""
         from PIL import Image
 
@@ -326,7 +334,7 @@ class StockClass(ExportedClass):
             "processor_class": self.processor_name,
             "do_convert_rgb": True,
             "do_resize": True,
-            "size": {"height": transform.image_size, "width": transform.image_size},
+            "size": square_size(transform.image_size),
             "resample": int(Image.Resampling[transform.interpolation.upper()]),
             "do_rescale": True,
             "rescale_factor": 1 / 255,
@@ -336,14 +344,16 @@ class StockClass(ExportedClass):
             **self.own_image_settings(transform, layout),
         }
 
-    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
-        """Return what is the class's own in preprocessor_config.json.
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
+        """Return the class's own keys of preprocessor_config.json.
 
         LLaVA's pads to a square of int(255 x mean), resizes, then crops, which does nothing but for
         center_crop.
         """
-        square = {"height": transform.image_size, "width": transform.image_size}
-        size = {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square
+        square = square_size(transform.image_size)
+        size = square
+        if transform.fit == "center_crop":
+            size = {"shortest_edge": transform.image_size}
         return {
             "do_pad": transform.fit == "pad",
             "size": size,
@@ -351,23 +361,18 @@ class StockClass(ExportedClass):
             "crop_size": square,
         }
 
-    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
-        """Return the content of video_preprocessor_config.json, for a processor that is made of
-        three parts.
-        """
+    def video_settings(self, transform: ImageTransform) -> Settings | None:
+        """Return the content of video_preprocessor_config.json, for a processor of three parts."""
         if self.video_processor is None:
             return None
-        size = {"height": transform.image_size, "width": transform.image_size}
         return {
             "video_processor_type": self.video_processor,
             "processor_class": self.processor_name,
-            "size": size,
+            "size": square_size(transform.image_size),
         }
 
     def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
-        """Return a line of Python after which `processor` makes of `picture` the pixels of
-        training, to the bit.
-        """
+        """Return Python that lets `processor` make training's pixels of `picture`, to the bit."""
         # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks
         # of answers.
         return (
@@ -395,48 +400,45 @@ class StockClass(ExportedClass):
         return {}
 
     def keys(self, folder: StockFolder) -> Keys:
-        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder
-        stands for.
-        """
+        """Return the keys of model.vision, model.projector and data.image_fit for a folder."""
         llm = llm_shape(folder.path)
         folder.check()
         keys: Keys = {
             "final_norm": self.final_norm,
             "merger": self.merger,
             "layout": self.layouts[0],
-        }
-        keys |= {
             "factor": None,
             "width": None,
             "select_layer": -1,
             "type": self.connectors[0],
             "image_fit": "resize",
+            **dict.fromkeys(LAYOUT_KEYS),
+            **self.read(folder),
         }
-        keys |= {**dict.fromkeys(LAYOUT_KEYS), **self.read(folder)}
-        if LAYOUTS[keys["layout"]].has_newlines and not any(
-            n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")
-        ):
+        newlines = {NEWLINE, f"model.{NEWLINE}"}
+        if LAYOUTS[keys["layout"]].has_newlines and not newlines & folder.tensors.keys():
             raise UserError(
                 f"its weights hold no {NEWLINE}, which ends lines. Download the folder again"
             )
         if keys["width"] == llm.hidden_size:
             keys["width"] = None
-        section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {
-            "image_fit": "data"
-        }
+        projector = "model.projector"
+        section = {"type": projector, "factor": projector, "width": projector, "image_fit": "data"}
         return {f"{section.get(key, 'model.vision')}.{key}": value for key, value in keys.items()}
 
     def read(self, folder: StockFolder) -> Keys:
-        """Return the keys, by their last name, that a folder says otherwise than `keys` begins
-        with.
-        """
+        """Return the keys, by their last name, that a folder has other than `keys` begins with."""
         raise NotImplementedError
 
-    def factor(self, folder: StockFolder, key: str, value: Any) -> int | None:
-        """Return model.projector.factor; None for 1, which a second connector of the class has."""
+    def factor(self, folder: StockFolder, key: str, value: Any = None) -> int | None:
+        """Return model.projector.factor; None for 1, which a second connector of the class has.
+
+        `value` is that of the folder's `key`, 2 where it has none.
+        """
+        said = folder.config.get(key)
+        if value is None:
+            value = folder.config.get(key, 2)
         factors = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
         if type(value) is not int or value not in factors:
-            raise unfit(
-                CONFIG, key, folder.config.get(key), f"a factor of {', '.join(map(str, factors))}"
-            )
+            raise unfit(CONFIG, key, said, f"a factor of {', '.join(map(str, factors))}")
         return None if value == 1 else value

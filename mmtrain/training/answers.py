@@ -1,5 +1,4 @@
-"""What an evaluation gives: scores, and answers that the model writes to held-out questions, token
-by token.
+"""Results of an evaluation: scores, and answers to held-out questions, written token by token.
 
 a document's prompt + the tokens written so far --Writing.ask--> a document --the pipeline--> the
     next token --> Answer
@@ -74,21 +73,18 @@ class Writing:
         # The answer itself and later turns may bring more images.
         ends = itertools.accumulate(tiling.positions for tiling in self.source.tilings)
         seen = self.prompt.count(IMAGE_POSITION)
-        shown = sum(end <= seen for end in ends)
+        shown = sum(1 for end in ends if end <= seen)
         self.sample = replace(sample, images=sample.images[:shown], sizes=sample.sizes[:shown])
         self.tilings = self.source.tilings[:shown]
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
-        questions = [
-            text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"
-        ]
-        self.question = " ".join(questions)
+        asked = [text for speaker, text in before if speaker == "human"]
+        self.question = " ".join(text.replace(IMAGE_MARK, "").strip() for text in asked)
 
     def is_finished(self, pack_length: int) -> bool:
-        ended = bool(self.tokens) and self.tokens[-1] in (self.truth[-1], self.eos)
+        written = len(self.tokens)
+        ended = written > 0 and self.tokens[-1] in (self.truth[-1], self.eos)
         limit = min(len(self.truth) + TOKENS_BEYOND_THE_TRUTH, LONGEST_ANSWER)
-        return (
-            ended or len(self.tokens) >= limit or len(self.prompt) + len(self.tokens) > pack_length
-        )
+        return ended or written >= limit or len(self.prompt) + written > pack_length
 
     def ask(self) -> Document:
         """Return the prompt with the tokens so far; only its last position is supervised, by any
@@ -100,15 +96,17 @@ class Writing:
 
     def finished(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
         truth = self.truth[:LONGEST_ANSWER]
-        given, true = (
-            tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (self.tokens, truth)
-        )
-        more = " ..." if len(truth) < len(self.truth) else ""
+        given = tokenizer.decode(self.tokens, skip_special_tokens=True).strip()
+        true = tokenizer.decode(truth, skip_special_tokens=True).strip()
+        if len(truth) < len(self.truth):
+            true += " ..."
+        is_right = self.tokens == truth
+        sample = self.sample
         return Answer(
-            self.sample.key,
+            sample.key,
             self.question,
             given,
-            true + more,
-            self.tokens == truth,
-            self.sample.images,
+            true,
+            is_right,
+            sample.images,
         )

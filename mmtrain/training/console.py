@@ -1,4 +1,4 @@
-"""What a run prints on the console."""
+"""Console output of a run: its progress, scores and answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from mmtrain.base.printing import escape, message, print_info
+from mmtrain.base.printing import escape, message, percent, print_info
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 
 if TYPE_CHECKING:  # they bring torch
@@ -17,24 +17,36 @@ FIRST_STEPS = 3
 
 
 class Console:
-    """Progress of a run for people: a live bar on a terminal, otherwise the first 3 steps, then one
-    in 5 seconds.
+    """Progress of a run for people: a live bar on a terminal, otherwise lines.
+
+    Lines tell of the first 3 steps, then of one in 5 seconds.
 
     `stream` is None on ranks that print nothing. Time left is estimated from the steps after the
     first one. Details go to the log, and with `verbose` to the console, too.
     """
 
     def __init__(
-        self, stream: TextIO | None, max_steps: int, done_steps: int = 0, verbose: bool = False
+        self,
+        stream: TextIO | None,
+        max_steps: int,
+        done_steps: int = 0,
+        verbose: bool = False,
     ) -> None:
-        self._stream, self._verbose = stream, verbose
+        self._stream = stream
+        self._verbose = verbose
         self._max_steps = max_steps
         self._first_step = done_steps
         self._printed_at = -math.inf
         self._timed_from: tuple[int, float] | None = None
         self._bar = open_bar(stream, "step", max_steps, done_steps)
 
-    def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
+    def step(
+        self,
+        step: int,
+        loss: float | None,
+        tokens_per_second: float,
+        note: str = "",
+    ) -> None:
         """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when
         there was none.
         """
@@ -46,7 +58,8 @@ class Console:
             self._timed_from = done, now
         left = self._seconds_left(done, now)
         text = f"loss {_number(loss)}  {tokens_per_second:,.0f} tokens/s"
-        text += "" if left is None else f"  ETA {clock(left)}"
+        if left is not None:
+            text += f"  ETA {clock(left)}"
         if self._bar is not None:
             self._bar.update(0, completed=done, said=text, note=note)
             return
@@ -60,7 +73,8 @@ class Console:
         end and between.
         """
         if self._bar is not None:
-            self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
+            note = f"evaluating {done}/{total}" if done < total else ""
+            self._bar.update(0, note=note)
         elif done == 0:
             self._printed_at = time.monotonic()
         elif done < total and time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES:
@@ -70,19 +84,25 @@ class Console:
     def evaluation(self, step: int, scores: Scores) -> None:
         self.line(
             f"eval at step {step}: loss {_number(scores.loss)}, exact match "
-            f"{_percent(scores.exact_match)} of "
-            f"{scores.answers} answers, token accuracy {_percent(scores.token_accuracy)}"
+            f"{percent(scores.exact_match)} of "
+            f"{scores.answers} answers, token accuracy {percent(scores.token_accuracy)}"
         )
 
-    def control(self, control: Scores, scores: Scores, permuted: int) -> None:
+    def control(
+        self,
+        control: Scores,
+        scores: Scores,
+        permuted: int,
+    ) -> None:
         """Show the scores with permuted images beside the true ones; `permuted` of the samples got
         other images.
         """
-        unchanged = scores.samples - permuted
-        kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
+        kept = ""
+        if unchanged := scores.samples - permuted:
+            kept = f"; {unchanged} of {scores.samples} samples kept theirs"
         self.line(
-            f"control with shuffled images: exact match {_percent(control.exact_match)} "
-            f"(with the right images: {_percent(scores.exact_match)}{kept})"
+            f"control with shuffled images: exact match {percent(control.exact_match)} "
+            f"(with the right images: {percent(scores.exact_match)}{kept})"
         )
 
     def answers(self, answers: Sequence[Answer]) -> None:
@@ -93,18 +113,23 @@ class Console:
         self.line("")
         self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
         for answer in answers:
-            key, question, given, truth = map(
-                escape, (answer.key, answer.question, answer.given, answer.truth)
-            )
             mark = "right" if answer.right else "wrong"
-            self.line(
-                f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}"
+            lines = (
+                f"  {mark}  {escape(answer.key)}: {escape(answer.question)}",
+                f"         given  {escape(answer.given)}",
+                f"         true   {escape(answer.truth)}",
             )
+            self.line("\n".join(lines))
 
     def line(self, text: str) -> None:
         text = message(text)
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(
+                text,
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         elif self._stream is not None:
             self._stream.write(text + "\n")
 
@@ -120,14 +145,12 @@ class Console:
 
     def _seconds_left(self, done: int, now: float) -> float | None:
         start, started_at = self._timed_from
+        if done == self._max_steps:
+            return 0.0
         if done == start:
-            return 0.0 if done == self._max_steps else None
+            return None
         return (now - started_at) / (done - start) * (self._max_steps - done)
 
 
 def _number(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

@@ -1,4 +1,4 @@
-"""How good the model is on held-out samples, measured through the pipeline, recorded and shown.
+"""Evaluation on held-out samples through the pipeline, recorded and shown.
 
 packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> sums over all
     replicas --> Scores
@@ -44,17 +44,21 @@ class Evaluations:
         """Agree with all ranks on what to evaluate; raises UserError where they have read different
         samples.
         """
-        self._section, self._engine, self._held_out = section, engine, held_out
-        self._records, self._console, self._saver = records, console, saver
-        extents = all_gather_object(None if held_out is None else held_out.extent)
+        self._section = section
+        self._engine = engine
+        self._held_out = held_out
+        self._records = records
+        self._console = console
+        self._saver = saver
+        extents = all_gather_object(held_out and held_out.extent)
         self.extent = extents[0]
         for rank, extent in enumerate(extents):
             # they would wait for each other for ever, or score in silence
             if extent not in (None, self.extent):
                 raise UserError(
                     f"eval.shards: ranks 0 and {rank} have read different samples "
-                    f"({self.extent.samples} and "
-                    f"{extent.samples}). The files must be equal on every machine"
+                    f"({self.extent.samples} and {extent.samples}). "
+                    "The files must be equal on every machine"
                 )
         console.line(self.extent.summary)
 
@@ -64,11 +68,9 @@ class Evaluations:
 
         All of it is recorded or nothing: a run that stops in between makes all of it again.
         """
-        before = (
-            self._answer("before the first step, to compare them with those at the end")
-            if step == 0
-            else []
-        )
+        before = []
+        if step == 0:
+            before = self._answer("before the first step, to compare them with those at the end")
         if self._engine.requested_stop or self._evaluate(step) is None:
             return False
         self._records.answers(step, before)
@@ -107,7 +109,10 @@ class Evaluations:
         control = self.scores(permuted=True)
         if control is not None:
             self._records.write(
-                "eval_permuted", step=step, **asdict(control), permuted_samples=permuted
+                "eval_permuted",
+                step=step,
+                **asdict(control),
+                permuted_samples=permuted,
             )
             self._console.control(control, scores, permuted)
 
@@ -126,9 +131,12 @@ class Evaluations:
         start = time.perf_counter()
         batches = None
         if self._held_out is not None:
-            packs = self._held_out.packs_permuted if permuted else self._held_out.packs
+            packs = self._held_out.packs
+            if permuted:
+                packs = self._held_out.packs_permuted
             batches = self._held_out.batches(self._held_out.share(packs))
-        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self._engine.plan.pipeline
+        total = self.extent.microbatches
+        in_round = EVALUATION_ROUND * self._engine.plan.pipeline
         rounds = []
         for done in range(0, total, in_round):
             self._console.evaluating(done, total)
@@ -137,11 +145,10 @@ class Evaluations:
                 return None
         self._console.evaluating(total, total)
         sums = Statistics(*map(sum, zip(*rounds, strict=True)))
-        tokens = sums.supervised_tokens
         return Scores(
-            loss=sums.loss_sum / tokens if tokens else None,
-            token_accuracy=sums.correct_tokens / tokens if tokens else None,
-            exact_match=sums.exact_answers / sums.answers if sums.answers else None,
+            loss=_mean(sums.loss_sum, sums.supervised_tokens),
+            token_accuracy=_mean(sums.correct_tokens, sums.supervised_tokens),
+            exact_match=_mean(sums.exact_answers, sums.answers),
             answers=int(sums.answers),
             samples=self.extent.samples,
             seconds=time.perf_counter() - start,
@@ -154,34 +161,38 @@ class Evaluations:
         after the token at which the engine was requested to stop. Cost: one forward of all
         unfinished answers for each token.
         """
+        held_out = self._held_out
         answers: list[Writing] = []
-        if self._held_out is not None:
-            tokenizer, room = (
-                self._held_out.packed.processor.tokenizer,
-                self._held_out.capacity.tokens,
-            )
-            answers = [
-                Writing(document, tokenizer.eos_token_id)
-                for document in self._held_out.spread(count)
-            ]
+        if held_out is not None:
+            tokenizer = held_out.packed.processor.tokenizer
+            room = held_out.capacity.tokens
+            for document in held_out.spread(count):
+                answers.append(Writing(document, tokenizer.eos_token_id))
+
+        # each round writes one token of every answer that is not finished
         while True:
             batches, microbatches, asked = None, None, []
-            if self._held_out is not None:
+            if held_out is not None:
                 unfinished = [answer for answer in answers if not answer.is_finished(room)]
-                packs = pack_documents(
-                    [answer.ask() for answer in unfinished], self._held_out.capacity
-                )
-                asked = [document for pack in packs for document in pack.entries]
-                share = self._held_out.share(packs)
-                batches, microbatches = self._held_out.batches(share), len(share)
+                documents = [answer.ask() for answer in unfinished]
+                packs = pack_documents(documents, held_out.capacity)
+                for pack in packs:
+                    asked += pack.entries
+                share = held_out.share(packs)
+                batches = held_out.batches(share)
+                microbatches = len(share)
+
             microbatches = all_gather_object(microbatches)[0]
             if not microbatches:
                 return [answer.finished(tokenizer) for answer in answers]
             self._engine.evaluate(batches, microbatches)
             if self._engine.requested_stop:
                 return []
+
             predicted = self.predicted()
-            for document, token in zip(asked, predicted if asked else [], strict=True):
+            if not asked:
+                continue
+            for document, token in zip(asked, predicted, strict=True):
                 next(answer for answer in answers if answer.asked is document).tokens.append(token)
 
     def predicted(self) -> list[int]:
@@ -189,11 +200,16 @@ class Evaluations:
         packs.
         """
         place = self._engine.plan.ranks[dist.get_rank()]
-        here = [
-            token
-            for _, tokens in sorted(self._engine.predicted.items())
-            for token in tokens.tolist()
-        ]
-        by_rank = all_gather_object((place.pipeline, place.data, here))
-        last_stage = (rank for rank in by_rank if rank[0] == self._engine.plan.pipeline - 1)
-        return [token for *_, tokens in sorted(last_stage) for token in tokens]
+        here = []
+        for _, tokens in sorted(self._engine.predicted.items()):
+            here += tokens.tolist()
+        predicted = []
+        last = self._engine.plan.pipeline - 1
+        for pipeline, _, tokens in sorted(all_gather_object((place.pipeline, place.data, here))):
+            if pipeline == last:
+                predicted += tokens
+        return predicted
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None

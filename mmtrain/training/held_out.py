@@ -9,8 +9,10 @@ held-out samples --read once, in shard order--> documents --pack--> packs --repl
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import EvalSection, RunConfig
 from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
@@ -28,7 +30,7 @@ from mmtrain.data.stream.packs import Pack, PackedBatch
 
 @dataclass(frozen=True)
 class Extent:
-    """What every rank must know of the held-out samples."""
+    """Sizes and digest of the held-out samples, which every rank must know."""
 
     samples: int
     overlong: int  # left out
@@ -40,11 +42,12 @@ class Extent:
 
     @property
     def summary(self) -> str:
-        counts = {"too long for a pack": self.overlong, "damaged": self.damaged}
-        left_out = "".join(
-            f"; {count} {reason} left out" for reason, count in counts.items() if count
-        )
-        return f"evaluating on {self.samples} held-out samples in {self.packs} packs{left_out}"
+        summary = f"evaluating on {self.samples} held-out samples in {self.packs} packs"
+        if self.overlong:
+            summary += f"; {self.overlong} too long for a pack left out"
+        if self.damaged:
+            summary += f"; {self.damaged} damaged left out"
+        return summary
 
 
 class HeldOut:
@@ -67,7 +70,7 @@ class HeldOut:
         self.packed = packed
         self.capacity = packed.processor.capacity
         self.faults: list[QuarantinedSample] = []
-        with _naming_the_source(config):
+        with _naming_the_source(config.eval):
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
             if not numbers:
@@ -75,16 +78,14 @@ class HeldOut:
                 share = min(0.5, 10 / max(usable, 1))
                 raise UserError(
                     f"none of {usable:,} usable samples{catalog.why_unusable()} is held out. "
-                    f"Set {share:.2g}, or set "
-                    "eval.shards"
+                    f"Set {share:.2g}, or set eval.shards"
                 )
+
             reader = Reader(catalog, config.data.io_retry_seconds)
-            read = [
-                document
-                for number in numbers
-                if (document := self._read(catalog, reader, number)) is not None
-            ]
+            found = [self._read(catalog, reader, number) for number in numbers]
+            read = [document for document in found if document is not None]
             reader.close()
+
             if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
             self.documents = [document for document in read if self._fits(document)]
@@ -94,8 +95,11 @@ class HeldOut:
                     f"{len(self.faults):,} are damaged, and the "
                     f"others do not fit into a pack of data.pack_length={config.data.pack_length}"
                 )
+
         self.packs = pack_documents(self.documents, self.capacity)
         self.packs_permuted, permuted = permute_images(self.packs)
+
+        # of all that is evaluated: ranks compare it, since they have read by themselves
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(repr((document.sample.key, document.input_ids, document.labels)).encode())
@@ -111,7 +115,12 @@ class HeldOut:
             digest=digest.hexdigest(),
         )
 
-    def _read(self, catalog: Catalog, reader: Reader, number: int) -> Document | None:
+    def _read(
+        self,
+        catalog: Catalog,
+        reader: Reader,
+        number: int,
+    ) -> Document | None:
         """Return the document of a sample, None if it is damaged and may be left out."""
         processor = self.packed.processor
         sample = catalog.faults.get(number) or processor.read(reader, number)
@@ -128,10 +137,11 @@ class HeldOut:
         return None
 
     def _fits(self, document: Document) -> bool:
-        limit = self.capacity.tiles
-        return len(document.input_ids) <= self.capacity.tokens and (
-            limit is None or _tiles(document) <= limit
-        )
+        tokens = self.capacity.tokens
+        tiles = self.capacity.tiles
+        if tiles is not None and _tiles(document) > tiles:
+            return False
+        return len(document.input_ids) <= tokens
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty
@@ -139,11 +149,12 @@ class HeldOut:
 
         All replicas get equally many micro-batches; those of the last replicas may be empty.
         """
-        packed, size = self.packed, self.packed.config.train.packs_per_microbatch
-        count = math.ceil(len(packs) / (packed.replicas * size))
-        share = list(packs[packed.replica * count * size : (packed.replica + 1) * count * size])
-        share += [Pack(())] * (count * size - len(share))
-        return [share[first : first + size] for first in range(0, count * size, size)]
+        size = self.packed.config.train.packs_per_microbatch
+        count = size * math.ceil(len(packs) / (self.packed.replicas * size))
+        begin = self.packed.replica * count
+        share = list(packs[begin : begin + count])
+        share += [Pack(())] * (count - len(share))
+        return [share[first : first + size] for first in range(0, count, size)]
 
     def batches(self, microbatches: Sequence[Sequence[Pack]]) -> Iterator[PackedBatch]:
         """Yield micro-batches with their images decoded; raises UserError for an image that cannot
@@ -152,17 +163,13 @@ class HeldOut:
         for packs in microbatches:
             batch = self.packed.processor.batch(packs)
             for _, fault in batch.faults:
-                with _naming_the_source(self.packed.config):
+                with _naming_the_source(self.packed.config.eval):
                     raise UserError(f"{fault.where}. Fix it, or take its shard out of the list")
             yield batch
 
     def spread(self, count: int) -> list[Document]:
         """Return `count` documents that have an answer, spread evenly over all."""
-        answered = [
-            document
-            for document in self.documents
-            if any(label != IGNORE for label in document.labels)
-        ]
+        answered = [one for one in self.documents if set(one.labels) - {IGNORE}]
         count = min(count, len(answered))
         return [answered[i * len(answered) // count] for i in range(count)]
 
@@ -176,24 +183,26 @@ def evaluated_samples(
     `trained_on` is the catalog of the run's own data, made here if None.
     """
     section = config.eval
-    if (own := evaluated_set(config)) is not None:
+    own = evaluated_set(config)
+    catalog = trained_on
+    if own is not None:
         catalog = load_catalog(config, [own])
-    else:
-        catalog = (
-            load_catalog(config, data_sets(config.data), section.fraction)
-            if trained_on is None
-            else trained_on
-        )
-    return catalog, range(len(catalog)) if section.fraction is None else catalog.held_out
+    elif catalog is None:
+        catalog = load_catalog(config, data_sets(config.data), section.fraction)
+    if section.fraction is None:
+        return catalog, range(len(catalog))
+    return catalog, catalog.held_out
 
 
 @contextlib.contextmanager
-def _naming_the_source(config: RunConfig) -> Iterator[None]:
-    key = "eval.shards" if config.eval.fraction is None else "eval.fraction"
+def _naming_the_source(section: EvalSection) -> Iterator[None]:
+    key = "eval.shards" if section.fraction is None else "eval.fraction"
     try:
         yield
     except UserError as error:
-        raise UserError(str(error) if str(error).startswith(key) else f"{key}: {error}") from error
+        if str(error).startswith(key):
+            raise
+        raise UserError(f"{key}: {error}") from error
 
 
 def _tiles(document: Document) -> int:
@@ -204,33 +213,35 @@ def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pa
     """Pack documents, each of which fits a pack, best-fit decreasing."""
     lengths = np.array([len(document.input_ids) for document in documents], np.int64)
     tiles = np.array([_tiles(document) for document in documents], np.int64)
-    packs = pack_best_fit(lengths, capacity, tiles)
-    return [Pack(tuple(documents[place] for place in pack)) for pack in packs]
+    packs = []
+    for places in pack_best_fit(lengths, capacity, tiles):
+        packs.append(Pack(tuple(documents[place] for place in places)))
+    return packs
 
 
 def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
-    """Permute images among samples that have equally many; return the packs and how many samples
-    got other images.
+    """Permute images among samples that have equally many; return the packs and the number of
+    samples that got other images.
 
     Each sample gets those half its group further on, unless another shift gives more samples other
     images (a data set may list its pictures twice). Texts and labels stay: an image is stretched to
     the size of the one that it replaces.
     """
-    images = [document.sample.images for pack in packs for document in pack.entries]
+    images: list[tuple[bytes, ...]] = []
+    for pack in packs:
+        images += [document.sample.images for document in pack.entries]
     groups: dict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
     others = list(images)
     for places in groups.values():
         size = len(places)
-        shifts = (max(1, shift) % size for shift in (size // 2, size // 2 + 1, size // 3, 1))
-        candidates = [
-            [images[place] for place in places[shift:] + places[:shift]] for shift in shifts
-        ]
-        best = max(
-            candidates,
-            key=lambda new: sum(images[p] != i for p, i in zip(places, new, strict=True)),
-        )
+        own = [images[place] for place in places]
+        candidates = []
+        for shift in (size // 2, size // 2 + 1, size // 3, 1):
+            shift = max(1, shift) % size
+            candidates.append(own[shift:] + own[:shift])
+        best = max(candidates, key=functools.partial(_differing, own))
         for place, new in zip(places, best, strict=True):
             others[place] = new
     following = iter(others)
@@ -241,4 +252,8 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
         )
 
     control = [replace(pack, entries=tuple(map(permuted, pack.entries))) for pack in packs]
-    return control, sum(new != own for new, own in zip(others, images, strict=True))
+    return control, _differing(images, others)
+
+
+def _differing(some: Sequence[object], others: Sequence[object]) -> int:
+    return sum(map(operator.ne, some, others))

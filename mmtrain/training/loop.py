@@ -86,12 +86,19 @@ class _Run:
     """One rank's part of a run: one method for each act, in order."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, rank: Rank, start: ResumePoint | None, verbose: bool
+        self,
+        config: RunConfig,
+        plan: Plan,
+        rank: Rank,
+        start: ResumePoint | None,
+        verbose: bool,
     ) -> None:
         """Join the process group, and learn from rank 0 where to begin: other machines need not see
         its files.
         """
-        self.plan, self.rank, self.verbose = plan, rank, verbose
+        self.plan = plan
+        self.rank = rank
+        self.verbose = verbose
         self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
         use_algorithms(config.train.deterministic)
@@ -101,7 +108,9 @@ class _Run:
         dist.broadcast_object_list(shared, 0)
         self.start = shared[0]
         self.config = config
-        self.first_step = 0 if self.start is None else self.start.checkpoint.step
+        self.first_step = 0
+        if self.start is not None:
+            self.first_step = self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 
     def open_data(self) -> None:
@@ -110,46 +119,64 @@ class _Run:
 
         Raises UserError where ranks have different data.
         """
-        config, rank, plan = self.config, self.rank, self.plan
+        config = self.config
+        rank = self.rank
+        plan = self.plan
         self.packed: PackedBatches | None = None
         self.held_out = None
         if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
             self.packed = PackedBatches(
-                config, replica=self.place.data, replicas=plan.data, first_step=self.first_step
+                config,
+                replica=self.place.data,
+                replicas=plan.data,
+                first_step=self.first_step,
             )
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
+
+        # every rank learns the data's fingerprint and its steps from those that read
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
-        seen = all_gather_object(
-            self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps)
-        )
-        readers = [other.rank for other in plan.ranks if other.pipeline == 0]
-        for other in readers:
-            if seen[other] != seen[readers[0]]:
+        own = self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps)
+        seen = all_gather_object(own)
+        first, *others = (other.rank for other in plan.ranks if other.pipeline == 0)
+        for other in others:
+            if seen[other] != seen[first]:
                 raise UserError(
-                    f"data.shards: ranks {readers[0]} and {other} have different data: "
-                    "the shards, or their indexes, "
-                    "must be the same on every machine"
+                    f"data.shards: ranks {first} and {other} have different data: "
+                    "the shards, or their indexes, must be the same on every machine"
                 )
-        self.data, self.max_steps = seen[readers[0]]
+        self.data, self.max_steps = seen[first]
+
         self.readers = replica_group(
-            plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds
+            plan,
+            rank.rank,
+            torch.device("cpu"),
+            config.parallel.timeout_seconds,
         )
-        self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
+        self.configured = config
+        self.config = config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step, self.verbose)
         if self.packed is not None:
             self.console.line(self.packed.summary)
 
     def load_models(self) -> None:
-        config, rank, plan = self.config, self.rank, self.plan
+        config = self.config
+        rank = self.rank
+        plan = self.plan
         rank.progress.at(self.first_step, "loading weights")
         self.console.line("loading weights")
         resumes = self.start is not None
         self.stages = build_stages(
-            config, plan, rank.rank, self.device, self.readers, resumes=resumes
+            config,
+            plan,
+            rank.rank,
+            self.device,
+            self.readers,
+            resumes=resumes,
         )
+
         rank.progress.at(self.first_step, "building the engine")
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
@@ -161,39 +188,52 @@ class _Run:
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
+
         if self.start is None and config.model.init_from is not None:
             weights = load_init_from(config, self.engine.trainable)
             self.engine.weights.load({**self.engine.trainable, **weights}, {})
         # Again, with master weights, communicators and libraries' workspaces in place.
         refuse_short_device_memory(self.place, self.device)
+
+        # The audit compares with this moment at the end.
         self.audit = RankAudit(
-            self.place, self.stages, self.engine.optimizer, self.engine.trainable
+            self.place,
+            self.stages,
+            self.engine.optimizer,
+            self.engine.trainable,
         )
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
-        frozen = [start["frozen_parameters"] for start in starts]
+
+        files: dict[str, str] = {}
+        for start in starts:
+            files |= start["files"]
         self.about: dict[str, Any] = {  # in every checkpoint
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
-            "frozen_fingerprint": model_fingerprint(frozen),
-            "frozen_files": {
-                name: digest for start in starts for name, digest in start["files"].items()
-            },
-            "settings_fingerprint": settings_fingerprint(config.model) if rank.rank == 0 else None,
-            "branched_from": None if self.start is None else self.start.branched_from,
+            "frozen_fingerprint": model_fingerprint(
+                [start["frozen_parameters"] for start in starts]
+            ),
+            "frozen_files": files,
+            "settings_fingerprint": None,
+            "branched_from": self.start and self.start.branched_from,
         }
+        if rank.rank == 0:
+            self.about["settings_fingerprint"] = settings_fingerprint(config.model)
 
     def _before_instruction(self, step: int, instruction: object) -> None:
-        self.rank.progress.at(
-            step, instruction if self.engine.is_training else f"evaluation: {instruction}"
-        )
+        if not self.engine.is_training:
+            instruction = f"evaluation: {instruction}"
+        self.rank.progress.at(step, instruction)
         if self.rank.stop.asked:
             self.engine.request_stop()
 
     def take_up_checkpoint(self) -> None:
         """Load the checkpoint of a run that resumes, and only then cut back its records."""
         self.counts = None  # of the data's account
-        start, about, engine = self.start, self.about, self.engine
+        start = self.start
+        about = self.about
+        engine = self.engine
         if start is None:
             return
         self.rank.progress.at(self.first_step, "loading the checkpoint")
@@ -202,42 +242,61 @@ class _Run:
             start.refuse_other_contents(self.data, *fingerprints, self.max_steps)
         engine.weights.load(*load(start.checkpoint, engine.trainable))
         state = start.checkpoint.state
-        engine.saw_gradient |= {
-            name for name in engine.trainable if state["trained"][name]["had_gradient"]
-        }
+        for name in engine.trainable:
+            if state["trained"][name]["had_gradient"]:
+                engine.saw_gradient.add(name)
         engine.bad_steps = state["bad_steps"]
         self.audit.begin_with(state["trained"])
-        self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
+        if state["data"]["fingerprint"] == self.data:
+            self.counts = state["data"]["counts"]
         if self.rank.rank == 0:
-            go_back(self.rank.folder, start.checkpoint if start.is_own else None)
+            own = start.checkpoint if start.is_own else None
+            go_back(self.rank.folder, own)
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
-        config, rank, console = self.config, self.rank, self.console
+        config = self.config
+        rank = self.rank
+        console = self.console
         self.recorder = Recorder(
-            config, rank, self.engine, console, self.first_step, self.about["versions"], trace_steps
+            config,
+            rank,
+            self.engine,
+            console,
+            self.first_step,
+            self.about["versions"],
+            trace_steps,
         )
         self.records = self.recorder.records
         if self.packed is not None:
-            left_out = [] if self.held_out is None else self.held_out.faults
+            left_out = self.held_out.faults if self.held_out else []
             self.recorder.open_account(self.packed, self.readers, left_out, self.counts)
-        saved_step = self.first_step if self.start is not None and self.start.is_own else None
+        saved_step = None
+        if self.start is not None and self.start.is_own:
+            saved_step = self.first_step
         self.saver = Checkpointer(
-            rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step
+            rank.folder,
+            config.checkpoint,
+            self.place.data == 0,
+            self._report,
+            saved_step,
         )
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
             self.evaluations = Evaluations(
-                config.eval, self.engine, self.held_out, self.records, console, self.saver
+                config.eval,
+                self.engine,
+                self.held_out,
+                self.records,
+                console,
+                self.saver,
             )
 
     def _report(self, saved: SaveResult) -> None:
         self.records.write(**saved.record())
-        text = (
-            f"saved {saved.path}"
-            if saved.error is None
-            else f"the checkpoint was not saved: {saved.error}"
-        )
+        text = f"saved {saved.path}"
+        if saved.error is not None:
+            text = f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
         self.console.line(text)
 
@@ -247,7 +306,8 @@ class _Run:
         """
         if self.start is None:
             return
-        step, path = self.first_step, self.start.checkpoint.path
+        step = self.first_step
+        path = self.start.checkpoint.path
         changed = differences(self.start.checkpoint.state, self.about)
         self.console.line(f"resuming from {path} (step {step} of {self.max_steps})")
         if changed:
@@ -256,11 +316,18 @@ class _Run:
         if not self.start.is_own:
             self.save(step)
             self.saver.finish()
-        self.records.write("resume", step=step, checkpoint=str(path), changed=changed)
+        self.records.write(
+            "resume",
+            step=step,
+            checkpoint=str(path),
+            changed=changed,
+        )
 
     def make_steps(self) -> int:
         """Make steps until all are made or a signal asks to stop; return how many are made."""
-        engine, saver, max_steps = self.engine, self.saver, self.max_steps
+        engine = self.engine
+        saver = self.saver
+        max_steps = self.max_steps
         evaluate_every = self.config.eval.every_steps or max_steps
         for step in range(self.first_step, max_steps):
             evaluates = self.evaluations is not None and step % evaluate_every == 0
@@ -285,7 +352,8 @@ class _Run:
             return
         self.rank.progress.at(step, "saving")
         engine = self.engine
-        counts = None if self.recorder.account is None else self.recorder.account.state_dict()
+        account = self.recorder.account
+        counts = account and account.state_dict()
         now = {
             "loss": self.loss,
             "bad_steps": engine.bad_steps,
@@ -293,7 +361,11 @@ class _Run:
         }
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(
-            step, engine.trainable, engine.weights.optimizer_state(), trained, self.about | now
+            step,
+            engine.trainable,
+            engine.weights.optimizer_state(),
+            trained,
+            self.about | now,
         )
 
     def prove(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: records, trackers, the samples' account, use of the
+"""Records that a run writes while it trains: metrics, answers, the samples' account, use of the
 machine, a trace.
 
 steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pictures -->
@@ -49,24 +49,33 @@ PICTURE_SIDE = 384  # pixels, at most
 class Records:
     """metrics.jsonl and answers.jsonl of a run; `folder` is None on ranks that write none.
 
-    `also` then gets each record of metrics.jsonl, and the answers of a step as one record of the
-    kind `answers`.
+    `also` gets each record of metrics.jsonl, and the answers of a step as one record of the kind
+    `answers`. `asks`: answers will be written.
     """
 
     def __init__(
-        self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]
+        self,
+        folder: Path | None,
+        also: Callable[[Mapping[str, Any]], None],
+        max_image_pixels: int,
+        *,
+        asks: bool,
     ) -> None:
-        self._folder, self._max_image_pixels = folder, config.data.max_image_pixels
+        self._folder = folder
+        self._max_image_pixels = max_image_pixels
         self._also = also
-        self._metrics = JsonLines(None if folder is None else folder / METRICS)
-        asks = folder is not None and config.eval.is_on and config.eval.show_answers
-        self._answers = JsonLines(folder / ANSWERS if asks else None)
+        self._metrics = JsonLines(folder and folder / METRICS)
+        self._answers = JsonLines(folder / ANSWERS if folder and asks else None)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line to metrics.jsonl: its kind, these values, and the time in seconds since
         1970.
         """
-        record = {"kind": kind, **values, "time": time.time()}
+        record = {
+            "kind": kind,
+            **values,
+            "time": time.time(),
+        }
         self._metrics.write(**record)
         self._also(record)
 
@@ -80,12 +89,24 @@ class Records:
             return
         lines = []
         for number, answer in enumerate(answers):
-            images = answer.images[:PICTURES_OF_A_QUESTION] if number < PICTURED_QUESTIONS else ()
-            pictures = [self._picture(image) for image in images]
-            texts = {name: value for name, value in vars(answer).items() if name != "images"}
-            lines.append({"step": step, "time": time.time(), **texts, "pictures": pictures})
-            self._answers.write(**lines[-1])
-        self._also({"kind": "answers", "step": step, "answers": lines})
+            line = {
+                "step": step,
+                "time": time.time(),
+                **vars(answer),
+            }
+            images = line.pop("images")[:PICTURES_OF_A_QUESTION]
+            line["pictures"] = []
+            if number < PICTURED_QUESTIONS:
+                line["pictures"] = list(map(self._picture, images))
+            lines.append(line)
+            self._answers.write(**line)
+        self._also(
+            {
+                "kind": "answers",
+                "step": step,
+                "answers": lines,
+            }
+        )
 
     def _picture(self, image: bytes) -> str:
         """Write an image as training sees it, but smaller, under its digest; return its path in the
@@ -123,25 +144,49 @@ class Recorder:
         trace_steps: int,
     ) -> None:
         """Begin the records of a process that begins or resumes at `first_step`. Collective."""
-        self._config, self._rank, self._engine, self._console = config, rank, engine, console
-        on_gpu = engine.device.type == "cuda"
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        device = cpu_device(config.parallel, local_ranks)
-        if on_gpu:
+        self._config = config
+        self._rank = rank
+        self._engine = engine
+        self._console = console
+        if engine.device.type == "cuda":
             device = gpu_device(torch.cuda.get_device_name())
-        trackers = config.run.report_to if rank.rank == 0 else ()
-        self._trackers = Trackers(trackers, rank.folder, config, first_step, console.line)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config, self._trackers.take)
-        about = {"versions": versions, "device": device.name, "ranks": rank.world_size}
-        self.records.write("begin", step=first_step, backend=backend_name(engine.device), **about)
+        else:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+            device = cpu_device(config.parallel, local_ranks)
+
+        writes = rank.rank == 0
+        asks = config.eval.is_on and config.eval.show_answers > 0
+        trackers = config.run.report_to if writes else ()
+        self._trackers = Trackers(
+            trackers,
+            rank.folder,
+            config,
+            first_step,
+            console.line,
+        )
+        folder = rank.folder if writes else None
+        pixels = config.data.max_image_pixels
+        self.records = Records(folder, self._trackers.take, pixels, asks=asks)
+        about = {
+            "versions": versions,
+            "device": device.name,
+            "ranks": rank.world_size,
+        }
+        self.records.write(
+            "begin",
+            step=first_step,
+            backend=backend_name(engine.device),
+            **about,
+        )
+
         self.account: SampleLog | None = None
         self.batches: Generator[PackedBatch] | None = None
-        self._utilization = Utilization(config, device) if rank.rank == 0 else None
+        self._utilization = Utilization(config, device) if writes else None
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
         self._traced: list[TracedStep] = []
-        backends = gather_to_rank_0(
-            {backend for stage in engine.stages.values() for backend in stage.attention}
-        )
+
+        own = set().union(*(stage.attention for stage in engine.stages.values()))
+        backends = gather_to_rank_0(own)
         if backends is not None:
             ways, lines = describe_backends(backends)
             self.records.write("attention", step=first_step, ways=ways)
@@ -163,13 +208,17 @@ class Recorder:
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:
-        step, config = result.step, self._config
+        step = result.step
+        config = self._config
         if self._utilization is not None:
-            left_out = ("ranks",) if config.optimizer.groups else ("ranks", "lr_groups")
+            values = vars(result).copy()
+            del values["ranks"]
+            if not config.optimizer.groups:
+                del values["lr_groups"]
             rate = result.tokens / seconds
             self.records.write(
                 "train",
-                **{name: value for name, value in vars(result).items() if name not in left_out},
+                **values,
                 pack_fill=result.tokens / (config.train.packs_per_step * config.data.pack_length),
                 seconds=seconds,
                 tokens_per_second=rate,

@@ -9,6 +9,7 @@ threads and processes of their own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import traceback
@@ -52,10 +53,11 @@ def numbers(record: Record) -> dict[str, float | None]:
     values = {f"train/{name}": record.get(name) for name in OF_A_STEP}
     values[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
     values |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
-    # JSON's "nan"
-    return {
-        name: float(value) if isinstance(value, str) else value for name, value in values.items()
-    }
+    # JSON's "nan", "inf"
+    for name, value in values.items():
+        if isinstance(value, str):
+            values[name] = float(value)
+    return values
 
 
 class Trackers:
@@ -74,9 +76,15 @@ class Trackers:
         """Open the trackers, and give each the records of earlier steps that it lacks."""
         self._print_info = print_info
         self._trackers: dict[str, Any] = {}
+        text = dump_config(config, for_others=True)
+        values = disclosed(config.model_dump(mode="json"))
+        makers: dict[str, Callable[[], Any]] = {
+            "tensorboard": functools.partial(_TensorBoard, folder, text, first_step),
+            "wandb": functools.partial(_WandB, folder, values),
+        }
         for name in dict.fromkeys(names):
             with self._leaving_out(name):
-                tracker = self._trackers[name] = TRACKERS[name](folder, config, first_step)
+                tracker = self._trackers[name] = makers[name]()
                 if tracker.url is not None:
                     print_info(f"{name}: {tracker.url}")
                 for record in recorded(folder / METRICS, "train", *SCORED):
@@ -114,26 +122,30 @@ class _TensorBoard:
 
     url = None
 
-    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        configuration: str,
+        first_step: int,
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = folder / "tensorboard"
         self.first_lacking = first_step if folder.exists() else 0
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
-        self._writer.add_text(
-            "configuration", _preformatted(dump_config(config, for_others=True)), first_step
-        )
+        self._writer.add_text("configuration", _preformatted(configuration), first_step)
 
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
             if value is not None:
                 self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
-            answers = "\n\n".join(
-                "\n".join(f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED)
-                for answer in record["answers"]
-            )
-            self._writer.add_text("answers", _preformatted(answers), record["step"])
+            lines = []
+            for answer in record["answers"]:
+                lines += [f"{name:<9} {escape(str(answer[name]))}" for name in ANSWERED]
+                lines.append("")
+            text = _preformatted("\n".join(lines).rstrip())
+            self._writer.add_text("answers", text, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
@@ -149,29 +161,31 @@ class _WandB:
     for `wandb sync`.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
+    def __init__(self, folder: Path, configuration: dict[str, Any]) -> None:
         import wandb
 
         self._table = wandb.Table
-        runs = (
-            re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name)
-            for path in folder.glob("wandb/*")
-        )
-        earlier = next((run[1] for run in runs if run), None)
+        timeout = configuration["parallel"]["timeout_seconds"]
+        earlier, resume = None, None
+        for path in folder.glob("wandb/*"):
+            if run := re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name):
+                earlier = run[1]
+                resume = "allow"
+                break
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),
-            name=config.run.name,
+            name=configuration["run"]["name"],
             id=earlier,
-            resume=None if earlier is None else "allow",
+            resume=resume,
             dir=str(folder),
-            config=disclosed(config.model_dump(mode="json")),
+            config=configuration,
             allow_val_change=True,
             settings=wandb.Settings(
                 console="off",
                 # the command line is part of it: arguments of `pipe:` URLs, logins
                 x_disable_meta=True,
                 # the other ranks wait
-                init_timeout=min(SECONDS_TO_BEGIN, config.parallel.timeout_seconds / 2),
+                init_timeout=min(SECONDS_TO_BEGIN, timeout / 2),
                 finish_timeout=SECONDS_TO_UPLOAD,
                 finish_timeout_raises=True,
             ),
@@ -184,10 +198,9 @@ class _WandB:
     def write(self, record: Record) -> None:
         values = {name: value for name, value in numbers(record).items() if value is not None}
         if record["kind"] == "answers":
-            rows = [
-                [record["step"], *(answer[name] for name in ANSWERED)]
-                for answer in record["answers"]
-            ]
+            rows = []
+            for answer in record["answers"]:
+                rows.append([record["step"], *(answer[name] for name in ANSWERED)])
             values = {"answers": self._table(columns=["step", *ANSWERED], data=rows)}
         if values:
             self._run.log(values, step=record["step"])
@@ -195,6 +208,3 @@ class _WandB:
 
     def close(self) -> None:
         self._run.finish(exit_code=0 if self._is_complete else 1)
-
-
-TRACKERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandB}

@@ -9,7 +9,6 @@ import os
 import pkgutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from processes import wait_for
+from processes import ran_python, wait_for
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
@@ -64,7 +63,7 @@ def test_a_plan_needs_no_torch():
         "['parallel.pipeline=2']))\n"
         "print(len(plan.ranks), 'torch' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = ran_python("-c", code)
     assert ran.stdout == "2 False\n", ran.stderr
 
 
@@ -91,9 +90,6 @@ def test_what_the_command_prints_is_shown(finished, capfd):
 
 
 def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
-    run = mmtrain.train(short(tiny, tmp_path, "data.shards=/no/such-*.tar"), show=False)
-    with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
-        run.wait(100)
     file = tmp_path / "base.yaml"
     file.write_text(dump_config(short(tiny, tmp_path, "data.shards=/no/such-*.tar")))
     with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
@@ -154,9 +150,8 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
 
 
 def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(
-    tmp_path, monkeypatch, capsys
+    tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     image = Image.fromarray(
         numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)
     )

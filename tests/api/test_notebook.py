@@ -4,13 +4,13 @@ shows it.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 
 from mmtrain.api.watch import progress_html
 
@@ -108,7 +108,7 @@ def test_the_table_and_the_curve_are_those_of_the_records():
 
 
 def test_the_notebook_is_shipped_without_outputs():
-    content = json.loads(NOTEBOOK.read_text())
+    content = read_json(NOTEBOOK)
     assert [
         cell["id"]
         for cell in content["cells"]

@@ -3,10 +3,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
+from processes import ran_python
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, recorded
@@ -41,9 +40,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):
         "metrics = JsonLines(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1000): metrics.write(step=step, text='x' * 30)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60
-    )
+    ran = ran_python("-c", script, path)
     assert ran.returncode != 0 and str(path) in ran.stderr.splitlines()[-1]
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(len(steps))) and len(steps) > 10

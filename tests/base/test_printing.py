@@ -224,8 +224,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, monkeypatch, capfdbinary, command):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, own_cache, capfdbinary, command):
     main(command(tiny, tmp_path))
     captured = capfdbinary.readouterr()
     assert captured.out or captured.err

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from json_files import read_json
 from ranks import run_ranks
 from safetensors.torch import load_file
 from step_states import run_state
@@ -172,7 +173,7 @@ NAMES = [f"llm.layers.{rank}.{i}.weight" for rank in range(3) for i in range(2)]
 
 
 def forget_a_tensor(folder: Path) -> None:
-    state = json.loads((folder / "state.json").read_text())
+    state = read_json(folder / "state.json")
     del state["trained"][NAMES[1]]
     (folder / "state.json").write_text(json.dumps(state))
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from untrained_runs import make_checkpoint
 
 from mmtrain.base.errors import UserError
@@ -200,7 +201,7 @@ def test_settings_of_models_have_a_fingerprint_of_what_is_computed(tiny, config,
     moved = load_config(
         tiny / "config.yaml", [f"run.dir={tmp_path}/runs", f"model.llm.path={tmp_path / 'llm'}"]
     )
-    content = json.loads((tmp_path / "llm" / "config.json").read_text())
+    content = read_json(tmp_path / "llm" / "config.json")
     for changed, is_same in (
         ({}, True),
         ({"transformers_version": "99"}, True),

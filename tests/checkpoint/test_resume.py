@@ -5,7 +5,6 @@ One run is left alone; every other must end as that one did, to the last bit.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from json_files import read_lines
 from processes import last_given, running, wait_for
 from rank_runs import train
 from small_disk import small_disk
@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture, tiny: Path, runs: Path, *more: str | 
 
 def records(folder: Path, kind: str) -> list[dict]:
     """Records of metrics.jsonl, without what measures the machine."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = read_lines(folder / "metrics.jsonl")
     return [
         {name: value for name, value in record.items() if name not in MEASURED}
         for record in found
@@ -349,7 +349,7 @@ def test_a_run_that_is_stopped_or_killed_ends_as_undisturbed(
         )
     assert f"(step {saved} of {LAST})" in resumed(tiny, tmp_path, "eval.show_answers=2")
     assert_ended_alike(folder, undisturbed)
-    answers = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+    answers = read_lines(folder / "answers.jsonl")
     assert [answer["step"] for answer in answers] == [0, 0, LAST, LAST]
     assert (folder / "audit.json").exists()
 

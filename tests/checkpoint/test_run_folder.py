@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
+from json_files import read_lines
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import NEVER, find_start
@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_
         *("checkpoints", "config.yaml", "discarded.jsonl", "plan.json")
     ]
     assert list((folder / "checkpoints").iterdir()) == []
-    lines = [json.loads(line) for line in (folder / "discarded.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "discarded.jsonl")
     assert [line["record"] for line in lines[:3]] == [{"step": 0}, {"step": 1}, '{"step"']
     assert [(line["file"], line["back_to_step"]) for line in lines[::3]] == [
         *(("metrics.jsonl", 0), ("samples.jsonl", 0), ("quarantine.jsonl", 0))

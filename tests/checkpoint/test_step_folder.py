@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from step_states import state_of
 
 from mmtrain.base.errors import UserError
@@ -159,7 +160,7 @@ CRAFTED = {
 @pytest.mark.parametrize(("entries", "accused"), CRAFTED.values(), ids=CRAFTED)
 def test_content_that_no_run_writes_is_found_though_all_checksums_are_right(run, entries, accused):
     folder = step_path(run, 6)
-    files = json.loads((folder / MANIFEST).read_text())["files"]
+    files = read_json(folder / MANIFEST)["files"]
     for name, content in entries.items():
         if isinstance(content, bytes):
             (folder / name).write_bytes(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from json_files import read_json, read_lines
 from processes import running, wait_for
 from untrained_runs import config_of, make_checkpoint
 
@@ -46,7 +46,7 @@ def test_each_held_out_answer_is_asked_for_given_the_true_turns_and_images_befor
         "data.pack_length=512",
     )
     longest = write_questions(config, tmp_path)
-    asked = [json.loads(line) for line in (tmp_path / QUESTIONS).read_text().splitlines()]
+    asked = read_lines(tmp_path / QUESTIONS)
     documents = HeldOut(PackedBatches(config, 0, 1)).documents
     answers = [
         text
@@ -174,9 +174,9 @@ def test_the_held_out_task_gets_the_runs_own_score(tmp_path):
             [sys.executable, "-m", "mmtrain", *arguments], env=env, cwd=tmp_path, check=True
         )
     folder = tmp_path / "runs" / "demo"
-    scores = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    scores = read_lines(folder / "metrics.jsonl")
     own = [score for score in scores if score["kind"] == "eval"][-1]
-    found = json.loads((folder / "benchmarks.jsonl").read_text())
+    found = read_json(folder / "benchmarks.jsonl")
     assert found["scores"]["exact_match"][0] == own["exact_match"] > 0.1
     assert (found["step"], found["answers"]) == (own["step"], own["answers"])
     assert "held_out" in (folder / "report.html").read_text()

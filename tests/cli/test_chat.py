@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from conftest import TOOLS
+from json_files import read_json
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -295,7 +296,7 @@ def test_a_folder_of_pickles_or_without_weights_is_refused(work, llava, tmp_path
 
 def edit(file: Path, *places: str, **changes: object) -> None:
     """Change keys of an object in a file of JSON, which may lie inside others."""
-    content = json.loads(file.read_text()) if file.exists() else {}
+    content = read_json(file) if file.exists() else {}
     inner = content
     for place in places:
         inner = inner.setdefault(place, {})

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from conftest import MAIN_JOB
+from json_files import read_json
 from processes import running, wait_for
 from rank_runs import train
 
@@ -23,7 +24,7 @@ from mmtrain.doctor.check import COMPARE, Check, FailedError, run_check
 from mmtrain.doctor.machine import traps
 from mmtrain.doctor.runs import RECORD, SETTINGS, STEPS, demo, pipeline
 
-LOSSES = json.loads(RECORD.read_text())["losses"]
+LOSSES = read_json(RECORD)["losses"]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
@@ -115,6 +116,7 @@ def test_a_failed_check_ends_the_doctor_with_1_its_remedy_and_its_log(
     )
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_check_that_runs_and_leaves_nothing(tmp_path, temporary):
     with running(["-m", "mmtrain", "doctor", "--only", "demo"], tmp_path) as command:
         # the doctor, the check, a run
@@ -144,6 +146,7 @@ def made_runs(folder: Path, **losses: list[float]) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @without_gpu
 def test_the_demo_trains_with_the_losses_on_record(tmp_path):
     overrides = (

@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 import torch
+from json_files import read_json
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file, save_file
@@ -159,10 +160,10 @@ def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
     assert not compared(checkpoint, exported, torch.float32, 2).passed
 
 
+@pytest.mark.nightly
 def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
-    tiny, make_tiny, tmp_path, monkeypatch, capsys
+    tiny, make_tiny, tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny.make_tiny_llm(tmp_path / "llm", layers=2)
     shutil.copytree(tiny / "vision", tmp_path / "vision")
     models = [f"model.llm.path={tmp_path / 'llm'}", f"model.vision.name={tmp_path / 'vision'}"]
@@ -208,7 +209,7 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         file.write_bytes(kept)
 
     settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
-    content, tensors = json.loads(settings.read_text()), load_file(weights)
+    content, tensors = read_json(settings), load_file(weights)
     settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
     assert "llm: its config.json, or that of the encoder, is not what" in exported("hf")
     save_file(

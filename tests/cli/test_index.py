@@ -119,9 +119,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, mess
 
 @pytest.mark.nightly
 def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
-    tmp_path, monkeypatch, capsys
+    tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tars = []
     for number in range(10):
         files = [

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from json_files import read_json, read_lines, write_json
 from llava_data import (
     command,
     contents,
@@ -59,7 +60,7 @@ def shard(folder: Path, *more: str, out: str = "out", json_files=("a.json",)) ->
 
 
 def rejections(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    return read_lines(out / "rejected.jsonl")
 
 
 def names_of(record: dict) -> list[str]:
@@ -69,7 +70,7 @@ def names_of(record: dict) -> list[str]:
 
 def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(folder):
     records = good_records(folder / "images", 60)
-    (folder / "a.json").write_text(json.dumps(records[:35]))
+    write_json(folder / "a.json", records[:35])
     (folder / "b.jsonl").write_text(
         "\n".join(json.dumps(record, ensure_ascii=False) for record in records[35:])
     )
@@ -96,10 +97,10 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     records = good_records(folder / "images", 20)
     records[3]["image"] = "none.png"
     records[3]["conversations"][0]["value"] = "<image>"
-    (folder / "a.json").write_text(json.dumps(records[:15]))
-    (folder / "b.json").write_text(json.dumps(records[15:]))
+    write_json(folder / "a.json", records[:15])
+    write_json(folder / "b.json", records[15:])
     assert shard(folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
-    counts = json.loads((folder / "out" / "dataset.json").read_text())
+    counts = read_json(folder / "out" / "dataset.json")
     images = [
         name for number, record in enumerate(records) if number != 3 for name in names_of(record)
     ]
@@ -141,7 +142,7 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
 # Where workers are forked, and where they are spawned.
 @pytest.mark.parametrize("platform", ["linux", pytest.param("darwin", marks=pytest.mark.nightly)])
 def test_the_bytes_do_not_depend_on_the_workers(folder, monkeypatch, platform):
-    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
+    write_json(folder / "a.json", damaged_records(folder, 120))
     monkeypatch.setattr("sys.platform", platform)
     for workers in ("1", "2"):
         arguments = ("--samples-per-shard", "9", "--max-reject-rate", "0.3", "--workers", workers)
@@ -159,7 +160,7 @@ def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
         records.append(
             {"id": number, "image": f"{number}.bmp", "conversations": turns("<image>", "Noise.")}
         )
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard(folder, "--shard-bytes", "1MB") == 0
     tars = sorted((folder / "out").glob("*.tar"))
     sizes, keys = [tar.stat().st_size for tar in tars], [keys_in(tar) for tar in tars]
@@ -217,9 +218,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
     assert all(f"1  {reason}: " in printed for reason in bad)
-    assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(
-        bad.keys()
-    )
+    assert read_json(folder / "out" / "dataset.json")["rejected"] == Counter(bad.keys())
 
 
 def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
@@ -227,7 +226,7 @@ def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
     records += [{"id": "a", "conversations": turns("Hi", answer)} for answer in ("Yes.", "No.")]
     records += [{"id": "b", "image": "none.png", "conversations": turns("<image>", "A cat.")}]
     records += [{"id": "b", "conversations": turns("Hi", "Yes.")}]
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard(folder, "--max-reject-rate", "0.8") == 0
     assert [(line["record"], line["reason"]) for line in rejections(folder / "out")] == [
         (0, "no_conversation"),
@@ -258,7 +257,7 @@ def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder, capsys):
     records = [
         {"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)
     ]
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard(folder, "--duplicate-ids", "keep") == 0
     stored = read_members(folder / "out" / "shard-000000.tar")
     assert [json.loads(members["json"]) for members in stored] == records
@@ -285,7 +284,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
         {"id": "many", "conversations": turns("Hi", "Yes.", "And?", "No.")},
         {"id": "text", "conversations": turns("Hi", "a green square.")},
     ]
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llm")
     lengths = [
         len(tokenizer(records[number]["conversations"][1]["value"]).input_ids) + 1
@@ -296,7 +295,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folde
     text = read_index(folder / "out" / "shard-000000.tar").texts[fingerprint]
     assert text.tokens == [lengths[0], 0, lengths[1]]
     assert text.faults.keys() == {1} and text.faults[1][0] == "template"
-    summary = json.loads((folder / "out" / "dataset.json").read_text())
+    summary = read_json(folder / "out" / "dataset.json")
     assert summary["text_tokens"] == sum(lengths)
     assert (
         summary["options"]["text_fingerprint"] == fingerprint
@@ -312,7 +311,7 @@ def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, 
     records = [
         {"id": number, "conversations": turns("Hi", text)} for number, text in enumerate(texts)
     ]
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", rate) == code
     message = capsys.readouterr().err
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
@@ -339,7 +338,7 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, cap
         records[number] = {"id": number, "conversations": []}
     for number in range(21, 60, 2):
         records[number] |= {"image": "none.png", "conversations": turns("<image>", "None.")}
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
     assert shard(folder, *arguments) == 2
     message = capsys.readouterr().err
@@ -352,7 +351,7 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, cap
 
 def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(folder, capsys):
     records = good_records(folder / "images", 40)
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     (folder / "empty").mkdir()
     arguments = [
         "--json",
@@ -387,7 +386,7 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(folder, capsys, prepare, message):
-    (folder / "a.json").write_text(json.dumps([SOUND]))
+    write_json(folder / "a.json", [SOUND])
     subprocess.run(prepare, shell=True, cwd=folder, check=True)
     before = sorted(path.name for path in folder.glob("*.tar*"))
     assert shard(folder) == 2
@@ -397,7 +396,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(folder, capsys, prep
 
 @pytest.mark.parametrize("content", ["", "[]", '{"inputs": 1, "options": [], "samples": 3}'])
 def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, capsys, content):
-    (folder / "a.json").write_text(json.dumps([SOUND]))
+    write_json(folder / "a.json", [SOUND])
     (folder / "out").mkdir()
     (folder / "out" / "dataset.json").write_text(content)
     assert shard(folder, "--resume") == 2
@@ -405,7 +404,7 @@ def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, caps
 
 
 def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):
-    (folder / "a.json").write_text(json.dumps([SOUND]))
+    write_json(folder / "a.json", [SOUND])
     assert shard(folder, out="my [new] data") == 0
     (hint,) = shlex.split(
         capsys.readouterr().out.splitlines()[-1].removeprefix("next: mmtrain train CONFIG ")
@@ -416,7 +415,7 @@ def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(fold
 
 
 def test_a_broken_last_file_shows_before_anything_is_written(folder, capsys):
-    (folder / "a.json").write_text(json.dumps([SOUND]))
+    write_json(folder / "a.json", [SOUND])
     (folder / "b.json").write_text("[1, 2")
     assert shard(folder, json_files=("a.json", "b.json")) == 2
     assert "b.json: not valid JSON" in capsys.readouterr().err
@@ -456,7 +455,7 @@ def test_memory_is_that_of_a_few_images(folder):
     records = [
         {"id": n, "image": "a.bmp", "conversations": turns("<image>", "Noise.")} for n in range(100)
     ]
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     tracemalloc.start()
     assert shard(folder, "--samples-per-shard", "60") == 0
     peak = tracemalloc.get_traced_memory()[1]
@@ -467,7 +466,7 @@ def test_memory_is_that_of_a_few_images(folder):
 
 def test_the_command_as_the_help_shows_it_without_torch(folder):
     records = good_records(folder / "images", 12)
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     ran = subprocess.run(
         command(), cwd=folder, capture_output=True, text=True, timeout=60, env=environment
@@ -488,9 +487,9 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
 
 def test_conversations_without_images_need_no_folder_of_them(tmp_path):
     seen = {"id": "b", "image": "b.png", "conversations": turns("<image>", "A.")}
-    (tmp_path / "a.json").write_text(json.dumps([SOUND, seen]))
+    write_json(tmp_path / "a.json", [SOUND, seen])
     options = ["--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main(["shard", *options, "--max-reject-rate", "0.5"]) == 0
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["samples"] == 1
+    assert read_json(tmp_path / "out" / "dataset.json")["samples"] == 1
     (rejected,) = rejections(tmp_path / "out")
     assert rejected["reason"] == "missing_image" and "--images" in rejected["detail"]

@@ -14,6 +14,7 @@ import datasets
 import pandas
 import pyarrow
 import pytest
+from json_files import read_json, read_lines
 from llava_data import contents, picture, read_members
 from pyarrow import parquet
 
@@ -89,7 +90,7 @@ def test_a_quoted_pattern_names_files_as_the_shells_does(folder, option, capsys)
 
 
 def rejections(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    return read_lines(out / "rejected.jsonl")
 
 
 def write_json(folder: Path, records: list) -> None:
@@ -175,9 +176,7 @@ def test_the_same_records_in_any_form_become_the_same_shards(folder, name, capsy
     assert shard(folder, name) == 0
     assert tars(folder / "out") == tars(folder / "json") and len(tars(folder / "out")) == 6
     assert f"{folder}/{name}: " in (printed := capsys.readouterr().out) and "18 records" in printed
-    summary, plain = (
-        json.loads((folder / out / "dataset.json").read_text()) for out in ("out", "json")
-    )
+    summary, plain = (read_json(folder / out / "dataset.json") for out in ("out", "json"))
     assert (summary["options"].pop("data.format"), plain["options"].pop("data.format")) == (
         "auto",
         "llava",
@@ -506,7 +505,7 @@ def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, caps
         ("a.csv", 1, "missing_image"),
         ("a.parquet", 0, "duplicate_id"),
     ]
-    inputs = json.loads((folder / "out" / "dataset.json").read_text())["inputs"]
+    inputs = read_json(folder / "out" / "dataset.json")["inputs"]
     assert [(entry["file"], entry["records"], entry["format"]) for entry in inputs] == [
         ("llava.json", 1, "llava"),
         ("a.csv", 2, "caption"),

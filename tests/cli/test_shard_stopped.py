@@ -2,7 +2,6 @@
 run.
 """
 
-import json
 import os
 import random
 import resource
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from json_files import read_json, write_json
 from llava_data import command, contents, damaged_records, good_records, keys_in, slow_data, turns
 
 from mmtrain.__main__ import main
@@ -66,7 +66,7 @@ def children(process: subprocess.Popen) -> list[int]:
 
 def test_killed_at_any_moments_and_resumed_it_writes_the_bytes_of_an_undisturbed_run(folder):
     """kill -9, of the tool alone: no worker may outlive it and write on."""
-    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 150)))
+    write_json(folder / "a.json", damaged_records(folder, 150))
     options = ("--samples-per-shard", "9", "--max-reject-rate", "0.3")
     assert shard(*options) == 0
     expected = contents(folder / "out")
@@ -151,7 +151,7 @@ def stopped(folder, capsys) -> tuple[str, ...]:
     """
     records = good_records(folder / "images", 20)
     records[17]["conversations"] = []
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     options = ("--samples-per-shard", "5")
     assert shard(*options, "--max-reject-rate", "0") == 2
     assert len(list((folder / "out").glob("*.tar"))) >= 3
@@ -166,9 +166,9 @@ def test_what_a_run_cannot_go_on_from_is_refused_and_left_as_it_is(folder, stopp
         "samples_per_shard was 5 and is 6; max_pixels was 100000000 and is 100"
         in capsys.readouterr().err
     )
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[5]["conversations"][1]["value"] = "Other."
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard(*stopped) == 2
     assert "unfinished.jsonl is from another run: inputs was " in capsys.readouterr().err
     assert contents(folder / "out") == before
@@ -190,9 +190,9 @@ def test_shards_that_were_damaged_or_lost_meanwhile_are_made_again(folder, stopp
 def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(
     folder, stopped, capsys
 ):
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[0]["conversations"] = []
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     shutil.rmtree(folder / "out")
     options = stopped[: stopped.index("--max-reject-rate")]
     assert shard(*options, "--max-reject-rate", "0.05") == 2
@@ -206,9 +206,9 @@ def test_a_resumed_run_that_fails_at_its_first_record_keeps_the_finished_shards(
 
 def test_images_that_changed_in_size_are_noticed_where_shards_go_by_it(folder, capsys):
     slow_data(folder, 60)
-    records = json.loads((folder / "a.json").read_text())
+    records = read_json(folder / "a.json")
     records[50]["conversations"] = []
-    (folder / "a.json").write_text(json.dumps(records))
+    write_json(folder / "a.json", records)
     assert shard("--shard-bytes", "1MiB", "--max-reject-rate", "0") == 2
     with (folder / "images" / "a.jpg").open("ab") as stream:
         stream.write(bytes(200_000))
@@ -217,7 +217,7 @@ def test_images_that_changed_in_size_are_noticed_where_shards_go_by_it(folder, c
 
 
 def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(folder, capsys):
-    (folder / "a.json").write_text(json.dumps(good_records(folder / "images", 10)))
+    write_json(folder / "a.json", good_records(folder / "images", 10))
     assert shard("--resume") == 0
     first = contents(folder / "out")
     assert shard("--resume") == 0
@@ -238,7 +238,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
     slow_data(folder, 6)
     size = (folder / "images" / "a.jpg").stat().st_size
     small = [{"id": f"s{number}", "conversations": turns("Hi", "Yes.")} for number in range(6)]
-    (folder / "a.json").write_text(json.dumps(small + json.loads((folder / "a.json").read_text())))
+    write_json(folder / "a.json", small + read_json(folder / "a.json"))
     options = ("--samples-per-shard", "6")
     ran = subprocess.run(
         command(*options, "--workers", "2"),

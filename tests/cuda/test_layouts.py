@@ -31,7 +31,7 @@ from scenes import (
     save_parts,
     with_slices,
 )
-from tiers import rest_nightly
+from sweeps import sweep
 from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
@@ -234,7 +234,7 @@ def train_once(config, plan, order, waits):
 MAY_WAIT = {"", "between", "evaluation", "reduce_statistics", "optimizer_step"}
 
 
-@pytest.mark.parametrize("name", rest_nightly(LAYOUTS, DAILY))
+@pytest.mark.parametrize("name", sweep(LAYOUTS, DAILY))
 def test_a_layout_trains_on_gpus_as_on_cpus_in_any_order_of_streams(parts, tmp_path_factory, name):
     layout = LAYOUTS[name]
     folder, keys = parts(layout.family), {}

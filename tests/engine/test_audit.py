@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from json_files import read_json
 from scenes import make_config, save_parts
 from transformers import CONFIG_MAPPING
 
@@ -83,7 +83,7 @@ def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
         tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True
     )
     assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"
-    written = json.loads((tmp_path / "audit.json").read_text())
+    written = read_json(tmp_path / "audit.json")
     (only,) = written["ranks"]
     assert written["passed"] and only["optimizer"] == "AdamW"
     assert only["frozen"]["fingerprint_before"] == only["frozen"]["fingerprint_after"]
@@ -135,7 +135,7 @@ def test_what_changed_or_did_not_move_fails_by_name(
             r"a learning rate of 0 or too small a gradient kept projector\.",
             said,
         )
-    assert json.loads(file.read_text())["passed"] == (error is None)
+    assert read_json(file)["passed"] == (error is None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ between stages.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from json_files import read_lines
 from ranks import run_ranks
 from scenes import (
     arrays,
@@ -379,7 +379,7 @@ def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(
         )
         assert where in message and str(file) in message
         assert message.endswith("bad step 2 of the run, and train.max_bad_steps=1")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_lines(file)
     assert [line["step"] for line in lines] == [1, 3]
     for line, first_seed in zip(lines, (10, 0), strict=True):
         assert (line["loss_sum"], line["squared_gradient_norm"]) == ("nan", "nan")
@@ -399,7 +399,7 @@ def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(
     model = stock_llava(parts, seed=0)  # whose first step is the first that is damaged
     file.unlink()
     run_ranks(pipeline * data, train_past_bad_steps, config, steps[1:2], file)
-    (line,) = map(json.loads, file.read_text().splitlines())
+    (line,) = read_lines(file)
     for i, found in enumerate(line["microbatches"]):
         loss = (
             float(stock_loss_sum(model, make_document(10 + i, images=i % 3)).detach())
@@ -425,7 +425,7 @@ def test_a_gradient_alone_that_is_not_finite_is_a_bad_step_too(parts, tmp_path):
             "loss of each micro-batch is finite, but the gradient of projector.linear_1.weight, "
             in message
         )
-    first, second = [json.loads(line) for line in file.read_text().splitlines()]
+    first, second = read_lines(file)
     assert [m["loss"] for m in first["microbatches"]] == [None] * 4
     assert math.isfinite(second["loss_sum"]) and second["squared_gradient_norm"] == "nan"
     assert first["ranks"] == second["ranks"] == [0, 1]

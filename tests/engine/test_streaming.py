@@ -204,7 +204,7 @@ INTERLEAVED = [Case((2, 1, 1), trains, boundaries=(1, 3, 5), recompute=2) for tr
 def check(parts, cases):
     """Cases of one number of ranks."""
     pipeline, data, _ = cases[0].layout
-    by_rank = run_ranks(pipeline * data, compare, parts, cases)
+    by_rank = run_ranks(pipeline * data, compare, parts, cases, timeout=280)
     for i, case in enumerate(cases):
         for rank, found in enumerate(by_rank):
             differ, layers, fetches, whole = found[i]

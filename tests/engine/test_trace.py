@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
+from json_files import read_json, read_lines
 from rank_runs import train
 
 from mmtrain import launch
@@ -42,7 +42,7 @@ def plan(tiny):
 
 
 def content_of(file):
-    return json.loads(file.read_text())
+    return read_json(file)
 
 
 def complete_events(content):
@@ -137,7 +137,7 @@ def test_console_and_records_say_where_the_time_of_each_rank_went(run):
     )
     (line,) = [line for line in run[1].splitlines() if line.startswith("idle ")]
     assert "% (rank 0: " in line
-    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run[0] / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]
     assert len(steps) == 4
     events = complete_events(content_of(run[0] / "trace.json"))
@@ -160,9 +160,7 @@ def test_console_and_records_say_where_the_time_of_each_rank_went(run):
                 )
                 assert communication == pytest.approx(spent["communication"], abs=1e-5)
                 assert data == pytest.approx(spent["load"], abs=1e-5)
-        planned = [
-            rank["total_bytes"] for rank in json.loads((run[0] / "plan.json").read_text())["ranks"]
-        ]
+        planned = [rank["total_bytes"] for rank in read_json(run[0] / "plan.json")["ranks"]]
         assert line["peak_memory_bytes"] == pytest.approx(planned, abs=4e6), (
             "what tensors took, not the process"
         )

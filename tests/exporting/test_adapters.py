@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
@@ -116,8 +116,7 @@ def merged(run, tmp_path_factory) -> Path:
     return out
 
 
-def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_path, own_cache):
     card, picture = (merged / "README.md").read_text(), Image.new("RGB", (28, 28), "red")
     assert generate(run, picture, max_new_tokens=4) == generate(merged, picture, max_new_tokens=4)
     assert (
@@ -215,7 +214,7 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(
     )
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     after = put_on(stock, out).merge_and_unload().state_dict()
-    described = json.loads((out / "adapter_config.json").read_text())
+    described = read_json(out / "adapter_config.json")
     assert described["target_modules"] == wanted
     assert described["base_model_name_or_path"] == "llm"  # no folder of this machine
     moved = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_lines
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from untrained_runs import run_export
@@ -99,7 +100,7 @@ def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(run, exporte
         for tokens, (_, truth) in zip(said.tolist(), batch, strict=True):
             right += tokens[:answer] == truth
             total += 1
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(run / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "eval"][-1]
     assert total == last["answers"] >= 200
     assert right == round(last["exact_match"] * last["answers"])

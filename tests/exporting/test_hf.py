@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiers import nightly, rest_nightly
+from sweeps import sweep
+from tiers import nightly
 from untrained_runs import (
     compared,
     config_of,
@@ -86,7 +87,7 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
 DAILY = ("tied gemma3_text", "gpt_oss", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("family", rest_nightly(FAMILIES, DAILY))
+@pytest.mark.parametrize("family", sweep(FAMILIES, DAILY))
 def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, family):
     *_, name = family.split()
     make_tiny.make_tiny_llm(

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from chat_styles import STYLES
+from json_files import read_json
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiers import nightly
@@ -101,7 +102,7 @@ def test_a_tensor_too_many_too_few_or_of_another_shape_is_found_before_anything_
     checkpoint, tmp_path
 ):
     export(checkpoint, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     tensors = {name: in_memory(tensor) for name, tensor in weights(tmp_path / "out").items()}
     refuse_loading_faults(LLAVA, config, tensors)
     norm = "language_model.model.norm.weight"
@@ -176,7 +177,7 @@ def test_an_export_says_that_a_head_is_tied_only_where_it_is_the_embedding(
     else:
         make_tiny.make_tiny_llm(folder, family, layers=2, tied=True)
         config = config_of(tiny, f"model.llm.path={folder}", *keys)
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     assert content.pop("tie_word_embeddings") is True
     if "default" not in form:
         content["tie_word_embeddings"] = True
@@ -196,7 +197,7 @@ def test_an_export_says_that_a_head_is_tied_only_where_it_is_the_embedding(
         out = out / "base"
     else:
         export(make_checkpoint(tmp_path / "run", config), out)
-    written = json.loads((out / "config.json").read_text())
+    written = read_json(out / "config.json")
     says = {
         written["tie_word_embeddings"],
         written.get("text_config", written)["tie_word_embeddings"],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file, save_file
 from untrained_runs import config_of, export, make_checkpoint, run_export, weights
@@ -83,9 +84,7 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
     assert alone.keys() == {*wanted, "llm.norm.weight"} and all(
         same(alone[name], wanted[name]) for name in wanted
     )
-    assert json.loads((tmp_path / "alone" / "projector.json").read_text())["trained"] == [
-        "llm.norm.weight"
-    ]
+    assert read_json(tmp_path / "alone" / "projector.json")["trained"] == ["llm.norm.weight"]
 
 
 def test_another_run_begins_with_all_of_it(runs, tiny):

@@ -18,6 +18,7 @@ from chat_styles import (
     text,
     with_images,
 )
+from json_files import read_json
 from packaging.version import Version
 from PIL import Image
 from transformers import (
@@ -38,15 +39,13 @@ from mmtrain.stock.exporters import stock_class
 
 
 def changed(file: Path, **values) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    file.write_text(json.dumps(read_json(file) | values))
 
 
 def test_a_folder_that_differs_from_training_fails_its_check(tiny, llm_with, tmp_path):
     config = run_config(tiny, llm_with(*STYLES["qwen2.5"][:2]), "data.template=chat")
     exported = export(config, tmp_path)
-    adding_bos = json.loads(Path(config.model.llm.path, "tokenizer.json").read_text())[
-        "post_processor"
-    ]
+    adding_bos = read_json(Path(config.model.llm.path, "tokenizer.json"))["post_processor"]
     others = {
         "preprocessor_config.json": {"image_mean": [0.5, 0.5, 0.4]},
         "processor_config.json": {"num_additional_image_tokens": 1},
@@ -156,7 +155,7 @@ def test_in_a_vocabulary_with_holes_new_tokens_fill_these_and_no_other_token_is_
     """Libraries number a new token by how many there are, which is another one's id here."""
     length, llm = len(AutoTokenizer.from_pretrained(tiny / "llm")), tmp_path / "llm"
     make_tiny.make_tiny_llm(llm, layers=1, vocab_size=length + 2)
-    content = json.loads((llm / "tokenizer.json").read_text())
+    content = read_json(llm / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     vocabulary |= {token: number + 2 for token, number in vocabulary.items() if number >= 300}
     del vocabulary["<pad>"]
@@ -227,7 +226,7 @@ def test_a_tokenizer_that_its_family_builds_anew_is_exported_as_it_was_built(
     assert exported(hard).input_ids == built(hard, add_special_tokens=False).input_ids
     # the one name that transformers 4 and 5 both take for "tokenizer.json as it stands"
     assert (
-        json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"]
+        read_json(tmp_path / "tokenizer_config.json")["tokenizer_class"]
         == "PreTrainedTokenizerFast"
     )
 
@@ -240,7 +239,7 @@ def test_the_files_say_that_prompts_are_padded_at_the_left_by_a_token_that_ends_
     if kind.endswith("</s>"):
         changed(llm / "tokenizer_config.json", pad_token="</s>")
     exported = export(run_config(tiny, llm, "data.template=chat"), tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings = read_json(tmp_path / "tokenizer_config.json")
     assert settings["padding_side"] == "left"
     processor, ends = (
         AutoProcessor.from_pretrained(tmp_path),

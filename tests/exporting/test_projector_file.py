@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 
 import pytest
 import torch
+from json_files import read_json
 from safetensors.torch import load_file
 from torch import nn
 from untrained_runs import config_of, make_checkpoint, run_export
@@ -16,7 +16,7 @@ from untrained_runs import config_of, make_checkpoint, run_export
 def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
     assert run_export(checkpoint.path, "safetensors", tmp_path / "out") == 0
     content = (tmp_path / "out" / "projector.safetensors").read_bytes()
-    about = json.loads((tmp_path / "out" / "projector.json").read_text())
+    about = read_json(tmp_path / "out" / "projector.json")
     assert about["sha256"] == {"projector.safetensors": hashlib.sha256(content).hexdigest()}
     trained, found = (
         load_file(checkpoint.tensors_file),
@@ -49,7 +49,7 @@ def test_a_projector_is_exported_where_its_models_are_gone(tiny, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(models, *keys))
     models.rename(tmp_path / "gone")
     assert run_export(checkpoint.path, "safetensors", tmp_path / "out") == 0
-    about = json.loads((tmp_path / "out" / "projector.json").read_text())
+    about = read_json(tmp_path / "out" / "projector.json")
     assert (about["vision_width"], about["layout"], about["max_tiles"]) == (48, "tiles", 12)
 
 
@@ -67,9 +67,7 @@ def test_a_run_on_text_alone_has_no_projector_in_its_file_nor_in_its_name(tiny, 
         load_file(tmp_path / "out" / "trained.safetensors")["llm.norm.weight"],
         others["llm.norm.weight"],
     )
-    assert json.loads((tmp_path / "out" / "trained.json").read_text())["trained"] == [
-        "llm.norm.weight"
-    ]
+    assert read_json(tmp_path / "out" / "trained.json")["trained"] == ["llm.norm.weight"]
 
 
 def llava_module(kind: str, vision_width: int, llm_width: int) -> nn.Module:
@@ -89,7 +87,7 @@ def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, 
         tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True
     )
     assert type(content) is dict and all(name.startswith("model.mm_projector.") for name in content)
-    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    config = read_json(tmp_path / "llava" / "config.json")
     module = llava_module(
         config["mm_projector_type"], config["mm_hidden_size"], config["hidden_size"]
     )
@@ -131,7 +129,7 @@ def test_llavas_code_gets_the_newline_and_the_grids_as_width_and_height(tiny, tm
     assert torch.equal(
         model.image_newline, load_file(checkpoint.tensors_file)["projector.image_newline"]
     )
-    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    config = read_json(tmp_path / "llava" / "config.json")
     expected = {
         "image_aspect_ratio": layout,
         "image_grid_pinpoints": [[32, 64], [96, 32]],
@@ -146,7 +144,7 @@ def test_llavas_code_gets_the_newline_and_the_grids_as_width_and_height(tiny, tm
 
 def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_path):
     assert run_export(checkpoint.path, "llava", tmp_path / "llava", "--dtype", "bfloat16") == 0
-    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    config = read_json(tmp_path / "llava" / "config.json")
     expected = {
         "model_type": "llava_llama",
         "use_mm_proj": True,

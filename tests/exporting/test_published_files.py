@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from json_files import read_json
 from transformers import AutoTokenizer
 from untrained_runs import config_of, export, make_checkpoint
 from whole_models import save_whole, whole_config
@@ -37,7 +38,7 @@ def add_what_a_stranger_adds(folder):
         (folder / name).symlink_to(folder.parent / "secret")
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         file = folder / name
-        content = json.loads(file.read_text()) if file.is_file() else {}
+        content = read_json(file) if file.is_file() else {}
         parts = {name: part | CODE for name, part in content.items() if isinstance(part, dict)}
         file.write_text(json.dumps(content | CODE | parts))
 
@@ -64,10 +65,7 @@ def test_a_whole_model_is_written_back_without_a_strangers_other_files(make_tiny
     config = whole_config(folder, data__template="chat")
     export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
     assert_harmless(tmp_path / "out")
-    before, after = (
-        json.loads((one / "processor_config.json").read_text())
-        for one in (folder, tmp_path / "out")
-    )
+    before, after = (read_json(one / "processor_config.json") for one in (folder, tmp_path / "out"))
     assert before == after
 
 

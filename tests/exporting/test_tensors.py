@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from json_files import read_json
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +58,7 @@ def test_shards_hold_every_tensor_once_and_none_is_larger_than_asked_unless_one_
     files = write_shards(
         tmp_path, {name: in_memory(tensor) for name, tensor in tensors.items()}, shard_bytes=200
     )
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = read_json(tmp_path / INDEX)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     count = len(files)
     assert count > 3 and files == [

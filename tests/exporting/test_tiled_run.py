@@ -4,10 +4,9 @@ export.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from json_files import read_lines
 from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
@@ -19,9 +18,8 @@ from mmtrain.api.generate import generate
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
 def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
-    tiny, tmp_path, monkeypatch, layout
+    tiny, tmp_path, own_cache, layout
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keys = (
         "data.image_fit=null",
         "data.pack_length=512",
@@ -41,14 +39,14 @@ def test_a_run_on_tiles_is_evaluated_controlled_exported_and_asked(
         *keys,
         *scored,
     ).folder
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_lines(run / "metrics.jsonl")
     scores = [record for record in records if record.get("kind") == "eval"]
     assert len(scores) >= 2 and all(
         0 <= record["exact_match"] <= 1 and record["loss"] > 0 for record in scores
     )
     (control,) = (record for record in records if record.get("kind") == "eval_permuted")
     assert control["permuted_samples"] > 2 and control["loss"] != scores[-1]["loss"]
-    said = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    said = read_lines(run / "answers.jsonl")
     assert len(said) >= 2
     newest = max((run / "checkpoints").glob("step-*"))
     newline = load_file(newest / "projector.safetensors")["projector.image_newline"]

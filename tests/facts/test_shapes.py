@@ -1,9 +1,6 @@
 """Shapes read without torch agree with the stock models whose files they are read from."""
 
-import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +8,9 @@ import pytest
 import timm
 import torch
 from hybrids import HYBRIDS
+from json_files import read_json, write_json
 from peft import LoraConfig, inject_adapter_in_model
+from processes import ran_python
 from safetensors.torch import load_file, save_file
 from stock_encoders import ENCODERS
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -292,9 +291,9 @@ def altered(source: Path, folder: Path, drop: str = "", **settings: object) -> s
     weights = load_file(source / "model.safetensors")
     weights.pop(drop, None)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    content = json.loads((source / "config.json").read_text()) | settings
+    content = read_json(source / "config.json") | settings
     kept = {key: value for key, value in content.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    write_json(folder / "config.json", kept)
     return str(folder)
 
 
@@ -397,8 +396,8 @@ def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
 
 def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
-    facts = json.loads((llama / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 4}))
+    facts = read_json(llama / "config.json")
+    write_json(tmp_path / "config.json", {**facts, "num_hidden_layers": 4})
     with pytest.raises(
         UserError, match=r"config\.json says 4 decoder layers, but the weights lack layer 3"
     ):
@@ -443,8 +442,8 @@ def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message
 
 def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(tmp_path):
     tiny_llm("deepseek_v3", tmp_path, **FAMILIES["deepseek_v3"][1])
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "qk_nope_head_dim": None}))
+    content = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", {**content, "qk_nope_head_dim": None})
     with pytest.raises(
         UserError, match=r"config\.json has qk_rope_head_dim, but no qk_nope_head_dim"
     ):
@@ -470,17 +469,17 @@ def test_latent_attention_without_the_width_of_its_heads_is_refused_by_the_key(t
 )
 def test_numbers_that_the_weights_contradict_are_refused(llama, tmp_path, changes, said):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(content | changes))
+    content = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", content | changes)
     with pytest.raises(UserError, match=f"^{tmp_path}: config.json says .*{said}"):
         llm_shape(str(tmp_path))
 
 
 def test_layers_of_multi_token_prediction_are_left_on_the_disk(llama, tmp_path):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    content = read_json(tmp_path / "config.json")
+    write_json(
+        tmp_path / "config.json", content | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     )
     assert llm_shape(str(tmp_path)).decoder == llm_shape(str(llama)).decoder[:2]
 
@@ -611,7 +610,7 @@ def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message,
     ],
 )
 def test_another_model_of_transformers_is_refused_by_its_type(model_type, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_json(tmp_path / "config.json", {"model_type": model_type})
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         vision_shape(str(tmp_path), -2)
@@ -664,9 +663,8 @@ def test_the_tool_records_an_encoder_as_timm_or_its_folder_has_it(kind, tmp_path
 
 
 def test_a_model_recorded_from_its_config_json_alone_is_planned_where_the_installation_cannot_be_written(
-    llama, tmp_path, monkeypatch, capsys
+    llama, tmp_path, own_cache, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     before = sorted(FOLDER.iterdir())
     assert main(["record", str(tmp_path), "--id", "me/new"]) == 0
@@ -705,11 +703,5 @@ def test_shapes_are_read_without_torch_and_the_libraries_above_it(llama):
         "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m "
         "in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(llama)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ran = ran_python("-c", code, llama, check=True)
     assert ran.stdout.strip() == "[]"

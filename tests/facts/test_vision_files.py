@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from json_files import read_json
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPImageProcessor
@@ -154,7 +155,7 @@ def test_pixels_are_scaled_and_normalised_as_the_stock_processor_does(tmp_path, 
         folder
     )
     file = folder / "preprocessor_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(read_json(file) | changes))
     planned(tmp_path, clip_config(), CLIP)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (28, 28, 3), np.uint8))
     stock = CLIPImageProcessor.from_pretrained(folder)(picture, return_tensors="pt")[

@@ -55,7 +55,7 @@ def outcome_of(case: dict[str, Any], tiny: Path, scratch: Path) -> dict[str, Any
             began = time.monotonic()
             for action in case["actions"]:
                 act(action, command, run)
-        code = command.wait(120)
+        code = command.wait(300)
         command.seconds_until_gone(60)
         seconds = time.monotonic() - began
     named = NAMED.search(command.stderr)

@@ -1,12 +1,12 @@
 """What a run computes, reads and exports is what tests/golden/*.json record."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from golden.facts import CASES, FACTS, RESUMED
 from golden.record import FOLDER, compute, differences, surroundings
+from json_files import read_json
 
 
 def cases() -> Iterator:
@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("name", "case"), [*cases()])
 def test_facts_are_the_recorded_ones(folder, name, case):
-    record = json.loads((FOLDER / f"{name}.json").read_text())
+    record = read_json(FOLDER / f"{name}.json")
     if others := list(differences(record["recorded_with"], surroundings(name))):
         pytest.skip(f"{name}.json was recorded elsewhere: {'; '.join(others)}")
     found = list(differences(record["facts"][case], compute(name, case, folder)))
@@ -34,9 +34,9 @@ def test_facts_are_the_recorded_ones(folder, name, case):
 
 @pytest.mark.parametrize("name", FACTS)
 def test_every_case_is_recorded_and_none_is_left_over(name):
-    assert list(json.loads((FOLDER / f"{name}.json").read_text())["facts"]) == list(CASES[name])
+    assert list(read_json(FOLDER / f"{name}.json")["facts"]) == list(CASES[name])
 
 
 def test_a_resumed_run_ends_with_the_bits_of_the_whole_run():
-    facts = json.loads((FOLDER / "projectors.json").read_text())["facts"]
+    facts = read_json(FOLDER / "projectors.json")["facts"]
     assert facts[RESUMED] == facts["pipeline 2"]

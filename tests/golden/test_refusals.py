@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from golden.wrong_things import make_wrong_things
+from json_files import read_json
 
 from mmtrain.__main__ import main
 
-RECORD = json.loads(Path(__file__).with_name("refusals.json").read_text())
+RECORD = read_json(Path(__file__).with_name("refusals.json"))
 CASES = RECORD["cases"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_files import read_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -50,7 +51,7 @@ def _make_shards(folder: Path, sound: Path) -> None:
 
 
 def _make_models(folder: Path, sound: Path) -> None:
-    config = json.loads((sound / CONFIG).read_text())
+    config = read_json(sound / CONFIG)
     index = {"weight_map": {"lm_head.weight": "../../../../etc/passwd"}}
     texts = {
         "no_heads": {CONFIG: json.dumps(config | {"num_attention_heads": 0})},

@@ -3,12 +3,12 @@ anywhere.
 """
 
 import copy
-import json
 import tempfile
 from collections.abc import Callable
 
 import pytest
 import torch
+from json_files import read_json
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -186,7 +186,7 @@ def write_config(folder, family: str, **options) -> str:
 
 
 def records() -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted(cache_folder("probe").glob("*.json"))]
+    return [read_json(file) for file in sorted(cache_folder("probe").glob("*.json"))]
 
 
 @pytest.mark.nightly
@@ -222,6 +222,7 @@ def test_a_family_whose_code_fails_is_refused_with_the_cause_and_not_remembered(
     assert records() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_family_with_parameters_that_every_stage_needs_is_refused(tmp_path):
     with pytest.raises(

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from made_up_costs import made_up_calibration, made_up_measures
 from sweeps import sweep
 
@@ -154,7 +155,7 @@ def test_a_file_of_something_else_is_no_calibration(tmp_path, text) -> None:
 )
 def test_a_calibration_with_a_value_that_none_has_is_refused(config, tmp_path, key, value) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    file.write_text(json.dumps(read_json(file) | {key: value}))
     with pytest.raises(
         UserError, match=r"measured\.json: not a calibration that this version of mmtrain reads"
     ):

@@ -75,7 +75,7 @@ def made_up_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int
 @pytest.fixture(
     scope="module",
     params=[
-        ((2, 3, 4), (1, 5)),
+        ((2, 4), (1, 5)),
         pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_common_order_of_two_ranks_is_the_hand_written_one():
 
 def test_no_run_hangs_where_streams_work_by_themselves_or_hosts_wait(runs):
     """Nor where the first steps, which may load kernels, run in the common order."""
-    assert len(runs) > 60
+    assert len(runs) > 50
     for run in runs:
         first, second, *others = run.steps
         begun_safely = [in_common_order(first), in_common_order(second), *others]

@@ -197,6 +197,7 @@ def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said(of_demo
     assert [x.step_seconds for x in suggestion.layouts] == [x.step_seconds for x in of_demo.layouts]
 
 
+@pytest.mark.nightly
 def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(
     tmp_path, monkeypatch
 ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json, read_lines
 from processes import running, steps_of, wait_for
 from rank_runs import train
 
@@ -123,7 +124,7 @@ def opened(life, show) -> Opened:
 
 
 def lines(folder: Path, name: str, *kinds: str) -> list[dict]:
-    records = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    records = read_lines(folder / name)
     return [record for record in records if not kinds or record["kind"] in kinds]
 
 
@@ -263,7 +264,7 @@ def test_no_text_of_a_run_becomes_markup_or_script(life, show, tmp_path):
         poisoned = [json.dumps(poison(record)) for record in lines(folder, name)]
         (folder / name).write_text("".join(line + "\n" for line in poisoned))
     for name in ("plan.json", "audit.json"):
-        (folder / name).write_text(json.dumps(poison(json.loads((folder / name).read_text()))))
+        (folder / name).write_text(json.dumps(poison(read_json(folder / name))))
     groups = {f"llm.* {HOSTILE}": 1e-3, HOSTILE: 2e-3}
     last = lines(folder, "metrics.jsonl", "train")[-1]
     with (folder / "metrics.jsonl").open("a") as file:
@@ -306,10 +307,7 @@ def test_the_vendored_library_is_the_one_that_its_notice_names():
 
 def test_the_headline_says_what_was_trained_and_what_went_wrong(life, opened):
     said = opened.text("headline")
-    trained = sum(
-        rank["trainable"]
-        for rank in json.loads((life.folder / "plan.json").read_text())["ranks"][:1]
-    )
+    trained = sum(rank["trainable"] for rank in read_json(life.folder / "plan.json")["ranks"][:1])
     samples = sum(record["samples"] for record in lines(life.folder, "metrics.jsonl", "train"))
     quarantined = len(lines(life.folder, "quarantine.jsonl"))
     assert f"projector: {trained:,} parameters" in said and "The audit passed" in said
@@ -372,7 +370,7 @@ def test_questions_have_their_pictures_and_answers_of_before_and_after(life, ope
 
 
 def test_times_and_memory_of_ranks_are_those_of_records_and_plan(life, opened):
-    plan = json.loads((life.folder / "plan.json").read_text())["ranks"]
+    plan = read_json(life.folder / "plan.json")["ranks"]
     records, warm = [], False  # the first step of a process pays for warm-up
     for record in lines(life.folder, "metrics.jsonl"):
         warm = warm and record["kind"] != "begin"
@@ -419,6 +417,7 @@ def test_a_run_without_an_end_says_where_its_records_end(life, show):
     assert "No audit" in opened.text("headline") and opened.said == []
 
 
+@pytest.mark.nightly
 def test_several_runs_share_their_charts_and_say_where_their_configurations_differ(
     life, other, show, tmp_path
 ):

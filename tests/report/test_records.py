@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json, write_json
 from PIL import Image
 
 from mmtrain.__main__ import main
@@ -254,11 +255,11 @@ def test_only_small_jpegs_of_the_runs_folder_are_shown(run, name):
 def test_the_page_says_of_an_audit_what_moved_and_of_an_older_one_no_more_than_it_knows(run):
     moved = "0 of 4 trainable tensors moved"
     audit = {"passed": True, "failures": [], "ranks": [{}], "result": moved}
-    (run / "audit.json").write_text(json.dumps(audit))
+    write_json(run / "audit.json", audit)
     page = make_page([run])
     assert f"The audit passed on 1 rank: {moved}." in page and "have changed" not in page
     del audit["result"]
-    (run / "audit.json").write_text(json.dumps(audit))
+    write_json(run / "audit.json", audit)
     assert "The audit passed on 1 rank: frozen weights unchanged on all ranks." in make_page([run])
 
 
@@ -317,9 +318,7 @@ def test_no_link_out_of_the_folder_is_followed(run, name):
 
 def test_a_page_shows_no_logins_and_no_arguments_of_programs(run):
     url = "pipe:curl -H 'Authorization: SECRET' https://u:SECRET@host/a.tar"
-    (run / "config.yaml").write_text(
-        json.dumps({"data": {"shards": [url], "sets": "https://u:SECRET@host/"}})
-    )
+    write_json(run / "config.yaml", {"data": {"shards": [url], "sets": "https://u:SECRET@host/"}})
     append(run / "metrics.jsonl", step(5, no_update=url))
     append(run / "quarantine.jsonl", {**FAULT, "shard": url})
     page = make_page([run])
@@ -327,7 +326,7 @@ def test_a_page_shows_no_logins_and_no_arguments_of_programs(run):
 
 
 def test_a_page_says_which_rank_holds_which_blocks_of_an_encoder_in_slices(run):
-    plan = json.loads((run / "plan.json").read_text())
+    plan = read_json(run / "plan.json")
     rank = plan["ranks"][0]
     slices = ([0, 0], [0, 2], [2, 3], None)
     plan["ranks"] = [
@@ -338,7 +337,7 @@ def test_a_page_says_which_rank_holds_which_blocks_of_an_encoder_in_slices(run):
         }
         for n, held in enumerate(slices)
     ]
-    (run / "plan.json").write_text(json.dumps(plan))
+    write_json(run / "plan.json", plan)
     page = make_page([run])
     layers = [f"llm.layers.{n}" for n in range(4)]
     layers[1:3] = [f"encoder blocks 0-1; {layers[1]}", f"encoder blocks 2-2; {layers[2]}"]
@@ -353,7 +352,7 @@ def test_pictures_and_rows_of_a_page_are_bounded(run):
             run / "answers.jsonl",
             {**ANSWER, "question": f"{number}", "pictures": ["answers/a.jpg"]},
         )
-    (run / "config.yaml").write_text(json.dumps({f"k{n}": "<" * 200 for n in range(1500)}))
+    write_json(run / "config.yaml", {f"k{n}": "<" * 200 for n in range(1500)})
     page = make_page([run])
     assert 1 < page.count("data:image/jpeg") < 40 and "so that the page stays small" in page
     assert ", the first 500 of 1,500 rows" in page
@@ -450,7 +449,7 @@ def test_the_last_score_of_each_benchmark_and_step_is_shown(run):
         "nonsense",
     )
     record = read_run(run)
-    assert benchmark_rows(record.benchmarks) == [
+    assert benchmark_rows(record.benchmarks.values()) == [
         ("gqa", "exact", "0.125 ± 0.01", "500", "1", "lmms_eval 0.7.3"),
         ("gqa", "exact", "0.375 ± 0.01", "500", "3", "lmms_eval 0.7.3"),
         ("mme", "<b>", "nan", "-", "3", "lmms_eval 0.7.3"),

@@ -9,6 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from processes import ran_python
+
 from mmtrain.runtime.child import python_child
 
 
@@ -93,8 +95,5 @@ def test_no_interpreter_that_multiprocessing_starts_imports_from_the_current_fol
     (tmp_path / "main.py").write_text(STARTS_ALL)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment["PYTHONPATH"] = python_child("-c", "")["env"]["PYTHONPATH"]
-    command = [sys.executable, tmp_path / "main.py"]
-    ran = subprocess.run(
-        command, cwd=here, env=environment, capture_output=True, text=True, timeout=60
-    )
+    ran = ran_python(tmp_path / "main.py", cwd=here, env=environment)
     assert (ran.stdout, ran.stderr) == ("forkserver\nspawn\n", "")

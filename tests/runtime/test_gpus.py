@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
 from gpu_ranks import gpu_environment
+from processes import ran_python
 
 from mmtrain.base.errors import UserError
 from mmtrain.runtime import gpus
@@ -235,16 +235,14 @@ def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, 
     }
 
     def launch(*arguments: str) -> subprocess.CompletedProcess:
-        command = [
-            sys.executable,
+        return ran_python(
             "-m",
             "mmtrain.launch",
-            str(tiny / "config.yaml"),
+            tiny / "config.yaml",
             f"run.dir={tmp_path}",
             *arguments,
-        ]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+            cwd=tmp_path,
+            env=environment,
         )
 
     planned = launch("--plan", "parallel.pipeline=2", "run.name=planned")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import wait_for
+from processes import ran_python, wait_for
 
 from mmtrain.runtime.stop import SECONDS_TOGETHER, Asked, StopFile, StopRequest
 
@@ -157,7 +157,7 @@ def test_signals_do_not_reach_what_a_rank_has_forked():
         "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
         "print(status, stop.asked)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = ran_python("-c", code)
     assert ran.stdout == "7 False\n", ran.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gpu_ranks import let_programs_use_gpus
-from processes import Command, running, wait_for
+from processes import Command, ranks_of, running, wait_for
 from sweeps import sweep
 
 from mmtrain.runtime.child import python_child
@@ -190,17 +190,24 @@ def test_a_dead_rank_is_written_down_without_importing_half_of_torch(ended):
     )
 
 
+def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_it(tmp_path):
+    with running([SCRIPT, "stuck", tmp_path / "run"], tmp_path) as command:
+        wait_for(lambda: command.stdout, 60, "the first step")
+        os.kill(ranks_of(tmp_path / "run")[1], signal.SIGKILL)
+        assert command.seconds_until_gone(timeout=20) < 10
+        assert command.wait() == 1
+    assert command.stderr.startswith("rank 1 (stage 1) was killed by SIGKILL (")
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "number", "name"),
-    sweep(
-        (
-            ("stuck", signal.SIGTERM, "SIGTERM"),
-            ("stuck", signal.SIGINT, "Ctrl-C"),
-            # tools/bench/bench.py: the first one is enough
-            ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),
-        ),
-        [("stuck", signal.SIGINT, "Ctrl-C")],
-    ),
+    [
+        ("stuck", signal.SIGTERM, "SIGTERM"),
+        ("stuck", signal.SIGINT, "Ctrl-C"),
+        # tools/bench/bench.py: the first one is enough
+        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),
+    ],
 )
 def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
     with running([SCRIPT, how, tmp_path / "run"], tmp_path) as command:

@@ -1,6 +1,5 @@
 """The frozen models that come with mmtrain, and the tool that made them."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TOOLS
+from json_files import read_json
 from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -206,7 +206,7 @@ def test_the_tool_makes_all_models_and_makes_them_again_the_same(tmp_path, capsy
             file.name: file.read_bytes() for file in (tmp_path / "second" / name).iterdir()
         }
         assert made.keys() == {file.name for file in demo_model(f"demo:{name}").iterdir()}
-    record = json.loads((tmp_path / "first" / "backbones.json").read_text())
+    record = read_json(tmp_path / "first" / "backbones.json")
     assert [record[name]["steps"] for name in ("llm", "vision", "vision_native")] == [2, 2, 2]
     assert all(
         0 <= record[name]["encoder_cell_accuracy_held_out"] <= 1

@@ -5,9 +5,6 @@ numbers.
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import bench
@@ -17,6 +14,8 @@ from bench_models import SHAPES, equal_steps, noise_image, padded, random_llava,
 from bench_race import TOLERANCES, UnequalError, Work, race
 from bench_rivals import Stock
 from conftest import TOOLS
+from json_files import read_json
+from processes import ran_python
 from ranks import run_ranks
 
 from mmtrain.data.stream.images import ImageTransform
@@ -73,6 +72,7 @@ def test_only_contestants_that_compute_the_same_get_numbers(error, expected):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command",
     [
@@ -83,10 +83,9 @@ def test_only_contestants_that_compute_the_same_get_numbers(error, expected):
 )
 def test_a_benchmark_runs(command, tmp_path):
     file = tmp_path / "found.json"
-    program = [sys.executable, TOOLS / "bench" / "bench.py", *command.split(), "--json", file]
-    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    ran = ran_python(TOOLS / "bench" / "bench.py", *command.split(), "--json", file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert json.loads(file.read_text())["machine"]
+    assert read_json(file)["machine"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -12,6 +12,7 @@ from pathlib import Path
 import crash_test
 import pytest
 from crash_job import Kill, Killed, expected_message
+from json_files import read_json
 from step_states import state_of
 
 from mmtrain.base.printing import message
@@ -41,7 +42,7 @@ def test_runs_that_are_killed_twice_end_like_the_one_that_was_not(tiny, tmp_path
     assert crash_test.main([str(tiny / "config.yaml"), *overrides, *options]) == 0, (
         capsys.readouterr()
     )
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json(tmp_path / "found.json")
     first, second = found["trials"]
     assert [killed["kill"]["when"] for killed in first["kills"]] == ["save", "load"]
     assert [killed["kill"]["when"] for killed in second["kills"]] == ["step"]

@@ -11,6 +11,7 @@ import export_mmproj
 import gguf
 import numpy as np
 import pytest
+from json_files import read_json
 from safetensors.torch import load_file
 from untrained_runs import export
 
@@ -22,7 +23,7 @@ def test_tensors_and_settings_are_those_of_the_export(checkpoint, tmp_path, monk
     )
     export_mmproj.main()
     file = gguf.GGUFReader(tmp_path / "mmproj.gguf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config = read_json(tmp_path / "hf" / "config.json")
     (used,) = file.fields["clip.vision.feature_layer"].contents()
     assert used == config["vision_config"]["num_hidden_layers"] + 1 + config["vision_feature_layer"]
     assert file.fields["clip.projector_type"].contents() == "mlp"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 
 import pytest
 import torch
+from json_files import read_json, read_lines
 from rank_runs import train
 from safetensors.torch import load_file
 
@@ -53,7 +53,7 @@ def runs(tiny, make_tiny, tmp_path_factory):
 
 
 def metrics(run, *kinds):
-    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run[0] / "metrics.jsonl")
     return [line for line in lines if line["kind"] in kinds]
 
 
@@ -130,7 +130,7 @@ def test_the_console_tells_scores_control_and_answers(runs):
 
 def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
     for folder, printed in runs.values():
-        lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+        lines = read_lines(folder / "answers.jsonl")
         before, after = lines[:2], lines[2:]
         assert [line["step"] for line in lines] == [0, 0, STEPS, STEPS]
         assert [line["key"] for line in before] == [line["key"] for line in after]
@@ -149,7 +149,7 @@ def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
 @pytest.mark.cpu_ranks
 def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
     for pipeline, (folder, _) in runs.items():
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(folder / "metrics.jsonl")
         times = [line["time"] for line in lines]
         assert times == sorted(times) and times[0] > 1.7e9
         assert list(lines[0]) == ["kind", "step", "backend", "versions", "device", "ranks", "time"]
@@ -170,7 +170,7 @@ def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
             "reason": "flash attention needs a GPU",
             "slow": False,
         }
-        ranks = list(range(len(json.loads((folder / "plan.json").read_text())["ranks"])))
+        ranks = list(range(len(read_json(folder / "plan.json")["ranks"])))
         [record] = metrics((folder, printed), "attention")
         del record["time"]
         assert record == {"kind": "attention", "step": 0, "ways": [way | {"ranks": ranks}]}
@@ -179,8 +179,8 @@ def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
 
 def test_updates_verified_on_each_device_name_the_trained_rank_and_the_explicit_no_op(runs):
     folder, printed = runs[2]
-    audit = json.loads((folder / "audit.json").read_text())
-    plan = json.loads((folder / "plan.json").read_text())
+    audit = read_json(folder / "audit.json")
+    plan = read_json(folder / "plan.json")
     assert audit["passed"]
     assert [rank["optimizer"] for rank in audit["ranks"]] == ["AdamW", "NoOp"]
     assert [rank["optimizer"] for rank in plan["ranks"]] == ["AdamW", "NoOp"]

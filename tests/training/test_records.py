@@ -8,11 +8,9 @@ import io
 import json
 import time
 
-import pytest
 from PIL import Image
 
 from mmtrain.base.json_lines import recorded
-from mmtrain.config.load import load_config
 from mmtrain.training.answers import Answer
 from mmtrain.training.records import (
     PICTURE_SIDE,
@@ -21,6 +19,7 @@ from mmtrain.training.records import (
     Records,
 )
 
+PIXELS = 1_000_000  # of an image, at most
 TURNED = 6  # EXIF: the stored picture's left side is its top
 
 
@@ -33,12 +32,7 @@ def photograph(size: tuple[int, int], colours: tuple[str, str], orientation: int
     return content.getvalue()
 
 
-@pytest.fixture
-def config(tiny):
-    return load_config(tiny / "config.yaml", ["eval.fraction=0.2"])
-
-
-def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_show(tmp_path, config):
+def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_show(tmp_path):
     wide, red = (
         photograph((1200, 600), ("black", "white"), TURNED),
         photograph((40, 30), ("red", "red")),
@@ -49,7 +43,7 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
         Answer("a/3", "No picture?", "", "none", False),
     ]
     told: list[dict] = []
-    records, began = Records(tmp_path, config, told.append), time.time()
+    records, began = Records(tmp_path, told.append, PIXELS, asks=True), time.time()
     records.answers(0, answers)
     records.answers(8, answers[1:2])
     records.close()
@@ -82,9 +76,9 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
         assert image.size == (40, 30), "never larger than it was"
 
 
-def test_pictures_are_bounded_in_number(tmp_path, config):
+def test_pictures_are_bounded_in_number(tmp_path):
     image = photograph((8, 8), ("red", "green"))
-    records = Records(tmp_path, config, [].append)
+    records = Records(tmp_path, [].append, PIXELS, asks=True)
     records.answers(0, [Answer("k", "?", "", "", False, (image,) * 20)] * 30)
     records.close()
     counts = [
@@ -94,11 +88,11 @@ def test_pictures_are_bounded_in_number(tmp_path, config):
     assert counts == [PICTURES_OF_A_QUESTION] * PICTURED_QUESTIONS + [0] * (30 - PICTURED_QUESTIONS)
 
 
-def test_other_ranks_and_runs_that_ask_nothing_write_no_answers(tmp_path, tiny, config):
+def test_other_ranks_and_runs_that_ask_nothing_write_no_answers(tmp_path):
     (tmp_path / "none").mkdir()
     told: list[dict] = []
-    for folder, asks in ((None, config), (tmp_path / "none", load_config(tiny / "config.yaml"))):
-        records = Records(folder, asks, told.append)
+    for folder, asks in ((None, True), (tmp_path / "none", False)):
+        records = Records(folder, told.append, PIXELS, asks=asks)
         records.write("end", step=1)
         records.answers(0, [])
         records.close()

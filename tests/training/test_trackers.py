@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_files import read_json
 from processes import wait_for
 from rank_runs import Run, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -189,7 +190,7 @@ def test_answers_and_the_configuration_are_there_as_text(reported):
             if answer["step"] == step
         )
     tables = sorted(reported.folder.glob("wandb/offline-run-*/files/media/table/*.json"))
-    rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
+    rows = [row for table in tables for row in read_json(table)["data"]]
     names = ("step", "key", "question", "given", "truth", "right")
     assert sorted(rows) == sorted([answer[name] for name in names] for answer in answers)
 
@@ -217,6 +218,7 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
     assert [line["step"] for line in again.lines("answers.jsonl")] == [0, 0, STEPS, STEPS]
 
 
+@pytest.mark.nightly
 @pytest.mark.cpu_ranks
 def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
     tiny, reported, tmp_path, monkeypatch
@@ -269,6 +271,16 @@ def test_a_run_that_fails_leaves_what_it_reported_and_a_loss_that_is_not_finite_
         [1.5, math.nan, math.inf], nan_ok=True
     )
     assert said == []
+
+
+def test_those_that_fail_are_said_once_and_left_out(tiny, tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    (tmp_path / "metrics.csv").symlink_to("/dev/full")
+    config, said = load_config(tiny / "config.yaml"), []
+    told = trackers.Trackers(("csv", "tensorboard"), tmp_path, config, 0, said.append)
+    for step in range(3):
+        told.take(train_record(step, 1.5))
+    assert sorted(line.partition(" ")[0] for line in said) == ["csv", "tensorboard"]
 
 
 @pytest.mark.parametrize(

@@ -351,8 +351,7 @@ def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int
 def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
     """A step's micro-batches of one pack each, as mmtrain's loader makes them: images in uint8."""
     return [
-        make_batch([pack], pack_length, PADDING, lambda content, *_: decode(content)[None])
-        for pack in step
+        make_batch([pack], pack_length, lambda content, *_: decode(content)[None]) for pack in step
     ]
 
 

@@ -1,12 +1,11 @@
-"""Does the planner predict what then happens? Step time, idle share and memory of layouts it was
-not calibrated on.
+"""Does the planner predict what then happens? Step time and idle share of layouts it was not
+calibrated on.
 
 Layouts are pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts,
 recomputation. Each repetition runs one step of every layout and two rounds of the calibration, in
 the same processes; nothing is fitted to the layouts. At pipeline 1 there are two replicas, so that
 as many ranks compute at once. Micro-batches are what the planner expects: a document of one image
-and the expected text. All ranks have one thread. Memory is bytes of tensors that live at once,
-beside the plan's sum.
+and the expected text. All ranks have one thread.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ def report(found: Mapping[str, Any]) -> dict[str, Any]:
     rows = [_judge(layout) for layout in found["layouts"]]
     errors = {
         "step": [abs(row["step_error"]) for row in rows],
-        "memory": [abs(error) for row in rows for error in row["memory_error"]],
         "idle": [abs(error) for row in rows if row["pipeline"] > 1 for error in row["idle_error"]],
     }
     summary = {
@@ -146,10 +144,6 @@ def _judge(layout: Mapping[str, Any]) -> dict[str, Any]:
         "measured_idle": idle,
         "step_error": layout["predicted_seconds"] / measured.median - 1,
         "idle_error": [p - m for p, m in zip(layout["predicted_idle"], idle, strict=True)],
-        "memory_error": [
-            p / m - 1
-            for p, m in zip(layout["predicted_bytes"], layout["measured_bytes"], strict=True)
-        ],
     }
 
 
@@ -157,10 +151,9 @@ def _print_layouts(rows: Sequence[Mapping[str, Any]]) -> None:
     table = []
     for row in rows:
         measured = "{:.3f} ({:.3f}-{:.3f})".format(*row["measured_seconds"])
-        idle = [_of_ranks(row[of], 0.01) for of in ("predicted_idle", "measured_idle")]
-        memory = [_of_ranks(row[of], 2**20) for of in ("predicted_bytes", "measured_bytes")]
+        idle = [_percents(row[of]) for of in ("predicted_idle", "measured_idle")]
         plan, error = f"{row['predicted_seconds']:.3f}", f"{row['step_error']:+.1%}"
-        table.append((row["name"], plan, measured, error, *idle, *memory))
+        table.append((row["name"], plan, measured, error, *idle))
     columns = (
         "",
         ">plan, s",
@@ -168,11 +161,9 @@ def _print_layouts(rows: Sequence[Mapping[str, Any]]) -> None:
         ">error",
         ">idle %: plan",
         ">seen",
-        ">MiB: plan",
-        ">seen",
     )
     print_table(columns, table)
 
 
-def _of_ranks(values: Sequence[float], unit: float) -> str:
-    return " ".join(f"{value / unit:.0f}" for value in values)
+def _percents(shares: Sequence[float]) -> str:
+    return " ".join(f"{share / 0.01:.0f}" for share in shares)

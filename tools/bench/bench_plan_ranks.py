@@ -10,8 +10,6 @@ Layouts share the frozen weights; each has its own stages, projector, engine and
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import itertools
 import json
 import time
@@ -25,7 +23,6 @@ import torch.distributed as dist
 from bench_models import SHAPES, ModelSize, run_config
 
 from mmtrain.base.progress import ProgressBar
-from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
@@ -123,31 +120,6 @@ class Runner:
         self.seconds.append(time.perf_counter() - began)
         self.idle.append([rank.idle_fraction for rank in result.ranks])
 
-    def peak_bytes(self) -> int:
-        """Return the bytes that live at once on this rank in the last traced step; the others fill
-        what it finds.
-        """
-        lasting = lasting_bytes(self.engine)
-        gc.collect()
-        ahead = max(encodes.ahead for encodes in self.plan.chain if encodes is not None)
-        before = max(1, -(-ahead // self.plan.microbatches_per_step))
-        step = functools.partial(self.engine.train_step, self._batches)
-        *others, last = bytes_used(*[step] * (before + 1), device=DEVICE)
-        return lasting + sum(one.end for one in others) + last.peak
-
-
-def lasting_bytes(engine: FrozenPipelineEngine) -> int:
-    """Return the bytes of an engine's weights and optimizer state; storage that several tensors
-    share counts once.
-    """
-    tensors = [*engine.trainable.values(), *engine.weights.optimizer_state().values()]
-    for stage in engine.stages.values():
-        tensors += [*stage.parameters(), *stage.buffers()]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(storages.values())
-
 
 def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
     module = build_stage(config, stage)
@@ -187,7 +159,7 @@ def measure(settings: Settings, parts: Path, rank: Rank) -> None:
         rank.progress.at(0, layout.name)
         runners[layout.name] = Runner(layout_config(settings, layout, parts, file), models, weights)
 
-    calibrator.seconds = {}
+    calibrator.seconds.clear()
     _race(settings, runners, calibrator, rank)
     _save(calibrator, file)  # from here on it is that of the race's own minutes
     found: dict[str, Any] = {
@@ -232,8 +204,6 @@ def describe(runner: Runner, name: str) -> dict[str, Any]:
     """Return what the planner predicts for the schedule that was run, and what was measured; every
     rank calls this.
     """
-    peaks: list[int] = [0] * WORLD
-    dist.all_gather_object(peaks, runner.peak_bytes())
     plan, device = runner.plan, cpu_device(runner.config.parallel)
     seconds = make_plan(runner.config, device=device).seconds
     predicted = simulate(Program(plan.schedule), seconds)
@@ -249,6 +219,4 @@ def describe(runner: Runner, name: str) -> dict[str, Any]:
             predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks
         ],
         "measured_idle": runner.idle,
-        "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
-        "measured_bytes": peaks,
     }

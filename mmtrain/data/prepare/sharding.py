@@ -178,7 +178,14 @@ class ShardMaker:
                 files = list(map(self._file, candidate.images, contents))
             except BadSample as error:
                 identifier = candidate.content.get("id")
-                rejected.append(BadRecord(candidate.record, identifier, error.reason, error.detail))
+                rejected.append(
+                    BadRecord(
+                        candidate.record,
+                        identifier,
+                        error.reason,
+                        error.detail,
+                    )
+                )
             else:
                 yield candidate.key, candidate.content, files
             advance(1)
@@ -244,17 +251,19 @@ def write_shard(
     return shard.summary()
 
 
+@dataclass
 class _Shard:
     """A tar on its way into a stream, and the index of what went there."""
 
-    def __init__(self, path: Path, stream: BinaryIO, count: TextCounter | None) -> None:
-        self.path = path
-        self.stream = stream
-        self.count = count
+    path: Path
+    stream: BinaryIO
+    count: TextCounter | None
+
+    def __post_init__(self) -> None:
         self.index = ShardIndex(0, [], [], [], {LLAVA.reading: {}})
         self.lengths = TextLengths([])
-        if count is not None:
-            self.index.texts[count.how.fingerprint] = self.lengths
+        if self.count is not None:
+            self.index.texts[self.count.how.fingerprint] = self.lengths
         self.sha256 = hashlib.sha256()
 
     def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:
@@ -268,7 +277,13 @@ class _Shard:
         if self.count is not None:
             no_images = (b"",) * len(files)
             turns = parse_turns(record)
-            sample = Sample(key, str(self.path), turns, no_images, members[0].offset)
+            sample = Sample(
+                key,
+                str(self.path),
+                turns,
+                no_images,
+                members[0].offset,
+            )
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
@@ -276,7 +291,12 @@ class _Shard:
         header = tarfile.TarInfo(f"{key}.{suffix}")
         header.size = len(content)
         self._write(header.tobuf(tarfile.USTAR_FORMAT))
-        member = Member(suffix, self.index.tar_bytes, len(content), zlib.crc32(content))
+        member = Member(
+            suffix,
+            self.index.tar_bytes,
+            len(content),
+            zlib.crc32(content),
+        )
         self._write(content)
         self._write(bytes(-len(content) % tarfile.BLOCKSIZE))
         return member

@@ -62,6 +62,9 @@ class Validator:
     repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
+        full = self.samples_per_shard
+        if self.shard_bytes is not None:
+            full = self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
         number = filled = text_rejections = 0
         candidates = []
         rejected = []
@@ -73,7 +76,14 @@ class Validator:
                 identifier = value.get("id") if isinstance(value, dict) else None
                 if not isinstance(identifier, str | int):
                     identifier = None
-                rejected.append(BadRecord(record, identifier, error.reason, error.detail))
+                rejected.append(
+                    BadRecord(
+                        record,
+                        identifier,
+                        error.reason,
+                        error.detail,
+                    )
+                )
                 text_rejections += 1
                 if text_rejections > self.allowed_rejections:
                     break
@@ -82,10 +92,19 @@ class Validator:
             self.keys[key] = record
             named = adapted.named(key)
             holds_images = any(image.content is not None for image in adapted.images)
-            candidate = Candidate(record, key, named.content, named.images, holds_images)
-            size = self._size(candidate, adapted.images)
+            candidate = Candidate(
+                record,
+                key,
+                named.content,
+                named.images,
+                holds_images,
+            )
+            size = 1  # of the candidate, in the limit's unit
+            if self.shard_bytes is not None:
+                text = len(record_json(candidate.content))
+                size = tar_bytes([text, *map(self._image_size, adapted.images)])
 
-            if candidates and filled + size > self._full:
+            if candidates and filled + size > full:
                 yield ShardJob(number, tuple(candidates), tuple(rejected))
                 number += 1
                 filled = 0
@@ -104,18 +123,6 @@ class Validator:
                 count += 1
             if count != source.records:
                 raise UserError(f"{source.path}: has changed while it was read. Start again")
-
-    @property
-    def _full(self) -> int:
-        if self.shard_bytes is None:
-            return self.samples_per_shard
-        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
-
-    def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
-        """Return what a candidate adds to its shard, in the limit's unit."""
-        if self.shard_bytes is None:
-            return 1
-        return tar_bytes([len(record_json(candidate.content)), *map(self._image_size, images)])
 
     def _image_size(self, image: RowImage) -> int:
         if image.content is not None:
@@ -171,35 +178,33 @@ class ShardStats:
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
-            self._reject(rejection)
-        self.shards.append(finished.shard)
-
-    def _reject(self, rejection: BadRecord) -> None:
-        source, number = place(self.validator.sources, rejection.record)
-        self.rejected.write(
-            file=source.name,
-            record=number,
-            id=rejection.id,
-            reason=rejection.reason,
-            detail=rejection.detail,
-        )
-        self.reasons[rejection.reason] += 1
         allowed = self.validator.allowed_rejections
-        if self.reasons.total() > allowed:
-            counts = ", ".join(f"{count:,} {code}" for code, count in self.reasons.most_common())
-            if self.reasons["missing_image"] == rejection.record + 1:
+        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
+            source, number = place(self.validator.sources, rejection.record)
+            self.rejected.write(
+                file=source.name,
+                record=number,
+                id=rejection.id,
+                reason=rejection.reason,
+                detail=rejection.detail,
+            )
+            self.reasons[rejection.reason] += 1
+            read = rejection.record + 1
+            if self.reasons["missing_image"] == read > allowed:
                 raise UserError(
-                    f"the first {rejection.record + 1:,} images are not where --images says, "
+                    f"the first {read:,} images are not where --images says, "
                     f"the last is {rejection.detail}. "
                     "Name the folder that the records' names are relative to"
                 )
-            raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first "
-                f"{rejection.record + 1:,} ({counts}), but {allowed:,} of {self.total:,} are "
-                f"allowed; the last is {rejection.reason}: {rejection.detail}. Fix them, "
-                "give rows that are not LLaVA's by --from, not --json, or raise --max-reject-rate"
-            )
+            if self.reasons.total() > allowed:
+                counts = ", ".join(f"{n:,} {code}" for code, n in self.reasons.most_common())
+                raise UserError(
+                    f"too many bad records: {self.reasons.total():,} of the first {read:,} "
+                    f"({counts}), but {allowed:,} of {self.total:,} are allowed; the last is "
+                    f"{rejection.reason}: {rejection.detail}. Fix them, give rows that are not "
+                    "LLaVA's by --from, not --json, or raise --max-reject-rate"
+                )
+        self.shards.append(finished.shard)
 
     def write_summary(self, out: Path, run: dict) -> None:
         """Write dataset.json beside finished shards, with the options and inputs of `run`.

@@ -98,7 +98,7 @@ class SampleFormat:
 
     @property
     def wording(self) -> str:
-        """The part of a text's fingerprint that this format decides.
+        """Return the part of a text's fingerprint that this format decides.
 
         Empty for LLaVA's own format.
         """
@@ -252,7 +252,14 @@ def qa_turns(record: object, images: int) -> Turns:
                 messages.append({**pair, "role": role, "content": pair.get(role)})
         return _conversation(record, messages, images)
 
-    question = _question(record)
+    question = value_text(first_value(record, QUESTION_KEYS))
+    more = value_text(first_value(record, ("input",)))  # Alpaca's, behind its question
+    if question is None:
+        question = more
+    elif isinstance(question, str) and isinstance(more, str):
+        question = f"{question}\n{more}"
+    elif more is not None:
+        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
     answer = first_value(record, ANSWER_KEYS)
     if question is None or answer is None:
         raise BadSample(
@@ -270,23 +277,10 @@ def qa_turns(record: object, images: int) -> Turns:
     return _conversation(record, messages, images)
 
 
-def _question(record: object) -> object:
-    """Return a record's question, followed by Alpaca's `input` where it has one.
-
-    Raises BadSample.
-    """
-    question = value_text(first_value(record, QUESTION_KEYS))
-    more = value_text(first_value(record, ("input",)))
-    if question is None or more is None:
-        return more if question is None else question
-    if not (isinstance(question, str) and isinstance(more, str)):
-        raise BadSample("non_text_value", f"its input is {short(more)}; write it into the question")
-    return f"{question}\n{more}"
-
-
 def _messages(speaker: str, value: object) -> list[dict]:
     if isinstance(value, list):
-        if all(map(_is_message, value)):
+        have_roles = (isinstance(one, dict) and not {*ROLE_KEYS}.isdisjoint(one) for one in value)
+        if all(have_roles):
             return value
         texts = list(map(_answer_text, value))
         if all(isinstance(text, str) for text in texts):
@@ -308,10 +302,6 @@ def _messages(speaker: str, value: object) -> list[dict]:
             f"the {speaker}'s text is a list of Python's, {short(value)}; write JSON",
         )
     return [{"role": speaker, "content": value}]
-
-
-def _is_message(entry: object) -> bool:
-    return isinstance(entry, dict) and not entry.keys().isdisjoint(ROLE_KEYS)
 
 
 def _answer_text(entry: object) -> object:
@@ -395,7 +385,7 @@ def first_value(record: object, keys: Iterable[str]) -> Any:
 
 
 def first_held(record: object, keys: Iterable[str]) -> list:
-    """Return the list under the first of the keys that holds anything, such as images."""
+    """Return the list of values under the first of the keys that holds any, such as images."""
     for key in keys:
         if entries := held(first_value(record, (key,))):
             return entries
@@ -502,10 +492,14 @@ def _text(number: int, content: object) -> str:
     was_image = False
     for place, part in enumerate(parts):
         piece = part
-        is_image = False
-        if isinstance(part, dict):
-            is_image = is_image_part(part)
-            piece = _part_text(number, part, is_image)
+        is_image = isinstance(part, dict) and is_image_part(part)
+        if is_image:
+            refuse_unread_parts(number, part, ("text",))
+            piece = IMAGE_MARK
+        elif isinstance(part, dict):
+            refuse_unread_parts(number, part, IMAGE_PARTS)
+            has_text = part.get("type", "text") in TEXT_PARTS
+            piece = has_text and value_text(part.get("text"))
         if not isinstance(piece, str):
             raise BadSample("non_text_value", f"turn {number} has the value {short(part)}")
         if place and (is_image or was_image):
@@ -513,14 +507,6 @@ def _text(number: int, content: object) -> str:
         text += piece
         was_image = is_image
     return text
-
-
-def _part_text(number: int, part: dict, is_image: bool) -> object:
-    if is_image:
-        refuse_unread_parts(number, part, ("text",))
-        return IMAGE_MARK
-    refuse_unread_parts(number, part, IMAGE_PARTS)
-    return value_text(part.get("text")) if part.get("type", "text") in TEXT_PARTS else None
 
 
 def is_image_part(part: dict) -> bool:
@@ -533,7 +519,7 @@ def is_image_part(part: dict) -> bool:
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """Check the turns.
+    """Return the checked turns, with a mark for each image.
 
     If none has a mark, put the marks of all images before the first question.
     """

@@ -326,7 +326,9 @@ def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...
 
 
 def _refuse_placeholders(number: int, text: str) -> None:
-    """Raise BadSample for a question with a placeholder of what mmtrain does not put there."""
+    """Raise BadSample for a question with a placeholder of another program, which nothing here
+    replaces.
+    """
     found = {match[1]: match[0] for match in _PLACEHOLDER.finditer(text)}
     for tag, placeholder in found.items():
         if tag is None or f"</{tag}>" not in text:

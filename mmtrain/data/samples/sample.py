@@ -42,7 +42,13 @@ class Sample:
         return f"{self.shard}: sample {escape(self.key)}"
 
     def quarantined(self, error: BadSample) -> QuarantinedSample:
-        return QuarantinedSample(self.key, self.shard, self.offset, error.reason, error.detail)
+        return QuarantinedSample(
+            self.key,
+            self.shard,
+            self.offset,
+            error.reason,
+            error.detail,
+        )
 
 
 def without_images(sample: Sample) -> Sample:
@@ -92,7 +98,7 @@ class QuarantinedSample:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """The way to the tokens of a sample's text."""
+    """The way from a sample's text to its tokens."""
 
     tokenizer: str  # of an LLM: its folder, or its name
     template: str  # as data.template
@@ -142,4 +148,10 @@ def read_sample(
 ) -> Sample:
     """Read a sample from a shard's members, bytes by lower-case suffix; raises BadSample."""
     images = tuple(members[suffix] for suffix in image_suffixes(members))
-    return Sample(key, shard, conversation(members, len(images), form), images, offset)
+    return Sample(
+        key,
+        shard,
+        conversation(members, len(images), form),
+        images,
+        offset,
+    )

@@ -45,7 +45,7 @@ BREAKS = re.compile(rf"\n?{IMAGE_MARK}\n?")
 
 
 class _Template:
-    """What all templates share: a tokenizer, with the texts and tokens of images."""
+    """A tokenizer with the texts and tokens of images: the part that all templates share."""
 
     def __init__(
         self,
@@ -133,7 +133,12 @@ class _Template:
                 f"{sample.where}: the tokenizer of {self.name} makes token {max(input_ids)}, but "
                 f"the model's embedding has {self.vocab_size} rows: they do not belong together"
             )
-        return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
+        return Document(
+            sample,
+            tuple(input_ids),
+            (*labels[1:], IGNORE),
+            tilings,
+        )
 
 
 class PlainTemplate(_Template):
@@ -266,7 +271,12 @@ class ChatTemplate(_Template):
             self.end_marks.add(self.tokenizer.eos_token_id)
         try:
             end_marks = self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks))
-            self.chat = ChatText(self.tokenizer, end_marks, template, layout.prompt_text)
+            self.chat = ChatText(
+                self.tokenizer,
+                end_marks,
+                template,
+                layout.prompt_text,
+            )
             self._tokens(PROBE, (layout.tiling(1, 1),))
         except BadSample as error:
             raise UserError(

@@ -102,7 +102,7 @@ class TextLengths:
 
 @dataclass
 class ShardIndex:
-    """All that a run must know of a shard before it reads it."""
+    """The content of a shard, as a run must know it before it reads any sample."""
 
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members

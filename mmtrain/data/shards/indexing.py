@@ -312,7 +312,13 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
             except BadSample as error:
                 fault = (error.reason, f"{suffix}: {error.detail}")
         text = content if is_text and file.size <= limit else b""
-        yield _File(key, Member(suffix, file.offset, file.size, crc32), text, size, fault)
+        yield _File(
+            key,
+            Member(suffix, file.offset, file.size, crc32),
+            text,
+            size,
+            fault,
+        )
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:

@@ -51,7 +51,12 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     with naming_shared_memory():  # here: the caller takes an OSError for one of what it writes
         stop = context.Event()
         through = context.Value("q", 0)
-        pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
+        pool = ProcessPoolExecutor(
+            workers,
+            context,
+            _begin,
+            (work, os.getpid(), stop, through),
+        )
     try:
         # a worker that has not begun would print a traceback
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -288,7 +288,7 @@ def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None
             )
     for path in paths:
         with path.open("rb") as stream:
-            if any(True for _ in read_headers(path, stream)):
+            if next(read_headers(path, stream), None) is not None:
                 return
     seen = f"{paths[0]} is an empty archive"
     if len(paths) > 1:

@@ -88,9 +88,8 @@ class SampleLog:
         self._quarantined: Counter[int] = Counter()
         self._read = self._lost = 0  # samples, over all replicas
         self._epoch = 0  # the first that is not complete
-        self._first_pack = (
-            packed.first_step * self.config.train.packs_per_step
-        )  # that is accounted for
+        # that is accounted for
+        self._first_pack = packed.first_step * self.config.train.packs_per_step
         unusable = list(packed.catalog.faults.values())
         if state is not None:
             self._first_pack = state["first_pack"]
@@ -116,17 +115,6 @@ class SampleLog:
             self._read_ahead.append(replace(batch, tiles=None))
             yield batch
 
-    def _take(self, microbatches: int) -> None:
-        taken = self._taken
-        for _ in range(microbatches):
-            batch = self._read_ahead.popleft()
-            if self.config.data.ledger:
-                taken.keys += batch.keys
-            for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
-                taken.trained[epoch] += samples
-            for row, fault in batch.faults:
-                taken.faults.append((batch.epochs[row], fault))
-
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
         """Close a step in which all replicas trained on `samples` and lost `quarantined`.
 
@@ -135,7 +123,16 @@ class SampleLog:
         CountError for lost or repeated ones.
         """
         train = self.config.train
-        self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
+        taken = self._taken
+        packs = self.packed.replicas * train.packs_per_microbatch
+        for _ in range(train.packs_per_step // packs):
+            batch = self._read_ahead.popleft()
+            if self.config.data.ledger:
+                taken.keys += batch.keys
+            for epoch, trained in zip(batch.epochs, batch.samples_of_packs, strict=True):
+                taken.trained[epoch] += trained
+            for row, fault in batch.faults:
+                taken.faults.append((batch.epochs[row], fault))
         self._read += samples + quarantined
         self._lost += quarantined
         taken_packs = (step + 1) * train.packs_per_step
@@ -191,7 +188,8 @@ class SampleLog:
         return [self._close_epoch(self.order.epoch_plan(self._epoch), packs)]
 
     def _gather(self) -> _Taken:
-        """Return what all replicas took since the last time, in their order; nothing but on rank 0.
+        """Return what all replicas took since the last time, in their order, on rank 0; nothing on
+        the others.
 
         Collective.
         """

@@ -21,7 +21,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,7 +230,13 @@ class Catalog:
             lengths[place] = UNUSABLE
             key = _full_key(one.name, index.keys[place])
             offset = index.members[place][0].offset
-            self.faults[first + place] = QuarantinedSample(key, str(shard), offset, reason, detail)
+            self.faults[first + place] = QuarantinedSample(
+                key,
+                str(shard),
+                offset,
+                reason,
+                detail,
+            )
 
         planned = lengths.copy()
         if self.held_out_fraction is not None:
@@ -295,7 +301,13 @@ class Catalog:
         key = _full_key(one.name, stored.names[place].decode())
         first, last = stored.first_image[place : place + 2].tolist()
         sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
-        return Place(key, self.shards[shard], tuple(members), one.form, sizes)
+        return Place(
+            key,
+            self.shards[shard],
+            tuple(members),
+            one.form,
+            sizes,
+        )
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
@@ -330,11 +342,22 @@ def load_catalog(
     layout = models_of(config).layout
     texts = []
     for one in sets:
-        how = Tokenization(config.model.llm.path, data.template, layout, one.form)
+        how = Tokenization(
+            config.model.llm.path,
+            data.template,
+            layout,
+            one.form,
+        )
         # The launcher has made them; a rank that has to, without one, shares its cores with others.
         ensure_indexes(one.shards, how, workers=1)
         texts.append(how.fingerprint)
-    return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction)
+    return Catalog(
+        sets,
+        texts,
+        layout,
+        data.max_image_pixels,
+        held_out_fraction,
+    )
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -389,13 +412,13 @@ def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, n
     return sums[:, 0], np.minimum(sums[:, 1], np.iinfo(np.int32).max).astype(np.int32), faults
 
 
+@dataclass
 class Reader:
     """Reads samples by number; each process needs its own, but a forked copy is one."""
 
-    def __init__(self, catalog: Catalog, retry_seconds: float) -> None:
-        self.catalog = catalog
-        self.retry_seconds = retry_seconds
-        self._files: OrderedDict[Path, int] = OrderedDict()
+    catalog: Catalog
+    retry_seconds: float
+    _files: OrderedDict[Path, int] = field(init=False, default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
         """Read the sample of a global number.

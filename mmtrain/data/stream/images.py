@@ -248,4 +248,11 @@ def image_transform(
             f"needed is one of {names.lower()}"
         )
     side = tile_size or int(size)
-    return ImageTransform(side, tuple(mean), tuple(std), interpolation, fit or "pad", max_pixels)
+    return ImageTransform(
+        side,
+        tuple(mean),
+        tuple(std),
+        interpolation,
+        fit or "pad",
+        max_pixels,
+    )

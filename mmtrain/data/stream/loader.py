@@ -44,22 +44,25 @@ PREFETCH = 2  # micro-batches that each worker makes ahead
 SLOTS = PREFETCH + 1
 
 
+@dataclass(eq=False)
 class PackedBatches:
     """One replica's micro-batches from `first_step` on, without end; a step may span two epochs.
 
     Every iteration starts again at `first_step`.
     """
 
-    def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
+    config: RunConfig
+    replica: int
+    replicas: int
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
         """Open tokenizer and indexes.
 
         Raises UserError for what is missing, and for data without a single pack.
         """
-        assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
-        self.config = config
-        self.replica = replica
-        self.replicas = replicas
-        self.first_step = first_step
+        assert 0 <= self.replica < self.replicas, f"replica {self.replica} of {self.replicas}"
+        config = self.config
         self.processor = Processor(config)
         data = config.data
         self.catalog = load_catalog(config, data_sets(data), config.eval.fraction)
@@ -127,10 +130,10 @@ class PackedBatches:
     def most_tiles(self) -> int:
         """Bound on the tiles of a pack, from the sample with most tiles a token."""
         capacity = self.processor.capacity
-        lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
-        tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
+        lengths = self.order.lengths
         packed = (lengths > 0) & (lengths <= capacity.tokens)
-        bound = math.ceil(capacity.tokens * (tiles[packed] / lengths[packed]).max(initial=0.0))
+        tiles_a_token = self.order.tiles[packed] / lengths[packed]
+        bound = math.ceil(capacity.tokens * tiles_a_token.max(initial=0.0))
         return bound if capacity.tiles is None else min(bound, capacity.tiles)
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -233,15 +236,15 @@ class _Sent:
         return PackedBatch(**fields)
 
 
+@dataclass(eq=False)
 class _Worker(IterableDataset):
     """A worker process's part of the stream.
 
     What the user can mend travels as a value, with its message unchanged.
     """
 
-    def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
-        self.batches = batches
-        self.slots = slots
+    batches: PackedBatches
+    slots: torch.Tensor
 
     def __iter__(self) -> Iterator[_Sent | UserError]:
         worker = get_worker_info()

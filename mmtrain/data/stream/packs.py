@@ -101,7 +101,6 @@ class Processor:
     def __init__(self, config: RunConfig) -> None:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
         vision = config.model.vision
-        self.config = config
         models = models_of(config)
         self.layout = models.layout
         self.tokenizer = load_tokenizer(config.model.llm.path)
@@ -119,7 +118,6 @@ class Processor:
                 config.data.max_image_pixels,
                 self.layout.tile_size,
             )
-        self.padding_id = 0  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:
@@ -149,7 +147,6 @@ class Processor:
         return make_batch(
             packs,
             self.capacity.tokens,
-            self.padding_id,
             self.decode,
             buffer,
             has_grid=self.layout.has_grid_positions,
@@ -165,7 +162,6 @@ class Processor:
 def make_batch(
     packs: Sequence[Pack],
     pack_length: int,
-    padding_id: int,
     decode: Callable[[bytes, Tiling, bool], torch.Tensor],
     buffer: torch.Tensor | None = None,
     *,
@@ -181,7 +177,8 @@ def make_batch(
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
-    input_ids = np.full(shape, padding_id, np.int64)
+    # Padding is row 0 of the embedding; any row does: nothing looks at it.
+    input_ids = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     # of each token its place in its document, then the three of a grid
     positions = np.empty((4, *shape), np.int64)

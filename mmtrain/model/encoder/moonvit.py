@@ -52,10 +52,19 @@ class _Positions(nn.Module):
 class _Patches(nn.Module):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.proj = nn.Conv2d(
+            3,
+            config.hidden_size,
+            config.patch_size,
+            stride=config.patch_size,
+        )
         self.pos_emb = _Positions(config)
 
-    def forward(self, pixel_values: Tensor, grids: list[list[int]]) -> Tensor:
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grids: list[list[int]],
+    ) -> Tensor:
         patches = pixel_values.unflatten(1, self.proj.weight.shape[1:])
         return self.proj(patches).flatten(1) + self.pos_emb(grids)
 
@@ -80,12 +89,22 @@ class _Block(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = _Mlp(config)
 
-    def forward(self, hidden: Tensor, borders: Tensor, longest: int, rotation: Rotation) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
+    ) -> Tensor:
         hidden = hidden + self.attention(self.norm0(hidden), borders, longest, rotation)
         return hidden + self.mlp(self.norm1(hidden))
 
     def attention(
-        self, normed: Tensor, borders: Tensor, longest: int, rotation: Rotation
+        self,
+        normed: Tensor,
+        borders: Tensor,
+        longest: int,
+        rotation: Rotation,
     ) -> Tensor:
         together = self.wqkv(normed).unflatten(1, (3, self.config.num_attention_heads, -1))
         query, key, value = together.unbind(1)
@@ -93,7 +112,14 @@ class _Block(nn.Module):
         turned = (_turned(query, *rotation), _turned(key, *rotation), value)
         heads = [part.transpose(0, 1)[None] for part in turned]
         if self.config._attn_implementation == IMAGES_FLASH:
-            attended, _ = images_attention(self, *heads, None, scale, borders, longest)
+            attended, _ = images_attention(
+                self,
+                *heads,
+                None,
+                scale,
+                borders,
+                longest,
+            )
         else:
             lengths = borders.diff().tolist()
             images = zip(*(part.split(lengths, 2) for part in heads), strict=True)
@@ -102,7 +128,11 @@ class _Block(nn.Module):
         return self.wo(attended[0].flatten(1))
 
 
-def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _turned(
+    heads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+) -> Tensor:
     """Rotate features 2 i and 2 i + 1 of each head (P, heads, width) as a pair, in float32."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack(
@@ -140,7 +170,13 @@ class MoonViTModel(PreTrainedModel):
     ) -> BaseModelOutput:
         """Encode images of grids (N, 3) on the host; `position_ids` (P, 2) are rows and columns."""
         width = self.config.hidden_size // self.config.num_attention_heads
-        steps = torch.arange(0, width, 4, device=pixel_values.device, dtype=torch.float32)
+        steps = torch.arange(
+            0,
+            width,
+            4,
+            device=pixel_values.device,
+            dtype=torch.float32,
+        )
         frequencies = steps / width
         # column, then row
         angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import VideoLlama3VisionModel, vision_utils
+from transformers import vision_utils
 
 from mmtrain.base.devices import copied
 from mmtrain.facts.chunks import PATCHES_PER_CALL
@@ -28,8 +28,8 @@ from mmtrain.model.llm.attention import IMAGES_FLASH, flash_takes_images
 
 
 class Unmerged(nn.Module):
-    """In the place of an encoder's merger: the features (P, W) of patches as they are, `joined` in
-    a row.
+    """A stand-in for an encoder's merger that leaves the features (P, W) as they are, `joined` in a
+    row.
     """
 
     def __init__(self, joined: int) -> None:
@@ -42,9 +42,12 @@ class Unmerged(nn.Module):
         return features.reshape(-1, self.joined * features.shape[-1])
 
 
-def on_its_device(_: nn.Module, taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Move what GLM-4.1V's embeddings take to the hidden states' device: there they look for each
-    patch's image.
+def on_its_device(
+    _: nn.Module,
+    taken: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Hook: move the arguments of GLM-4.1V's embeddings to the hidden states' device, where they
+    are needed.
     """
     device = taken[0].device
     moved = []
@@ -56,29 +59,45 @@ def on_its_device(_: nn.Module, taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 class NativeTower(VisionTower):
-    """Blocks [first, last) of such an encoder. Hidden states are (N, patches of a cell, W), in the
-    encoder's order.
+    """Blocks [first, last) of an encoder for any size. Hidden states are (N, patches of a cell, W),
+    in its order.
     """
 
     needs_grids = True
 
     def __init__(
-        self, model: nn.Module, family: EncoderFamily, shape: VisionShape, **options: Any
+        self,
+        model: nn.Module,
+        family: EncoderFamily,
+        shape: VisionShape,
+        **options: Any,
     ) -> None:
         """`shape` has the run's cells; `model` merges as it says, or has `Unmerged`."""
         native = family.native
         assert native is not None
         side = shape.image_size // shape.patch_size
-        features = functools.partial(_features, native, side, family.class_token is not None)
-        sizes = shape.width, shape.image_size, shape.patch_size, shape.prefix_tokens
-        super().__init__(model, features, *sizes, family.published, **options)
+        has_class_token = family.class_token is not None
+        super().__init__(
+            model,
+            functools.partial(_features, native, side, has_class_token),
+            shape.width,
+            shape.image_size,
+            shape.patch_size,
+            shape.prefix_tokens,
+            family.published,
+            **options,
+        )
         self.factor = side // shape.merge
         # patches that the merger has not joined stay in blocks
         self.block = 1 if shape.merge > 1 else native.block
         self.feature_shape = (self.factor**2, shape.feature_width)
         self.images = native.images
 
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+    def groups(
+        self,
+        tiles: int,
+        grids: Grids,
+    ) -> list[tuple[int, Grids]]:
         """Make groups of whole pictures, of up to PATCHES_PER_CALL patches or one picture."""
         assert sum(rows * columns for rows, columns in grids) == tiles, (tiles, grids)
         groups = []
@@ -90,7 +109,12 @@ class NativeTower(VisionTower):
                 groups.append((count, (grid,)))
         return groups
 
-    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor | None,
+        images: Tensor,
+        grids: Grids,
+    ) -> Tensor:
         counts = [rows * columns for rows, columns in grids]
         cells = images.split(counts)
         received = None if hidden is None else hidden.split(counts)
@@ -126,10 +150,13 @@ class NativeTower(VisionTower):
         return hidden.reshape(made.shape)
 
 
-def _in_cells(features: Tensor, grid: Sequence[int], factor: int, block: int) -> Tensor:
-    """Bring features (P, W) of one picture from the order of `patch_rows` into cells (N, factor^2,
-    W), row by row in each.
-    """
+def _in_cells(
+    features: Tensor,
+    grid: Sequence[int],
+    factor: int,
+    block: int,
+) -> Tensor:
+    """Bring features (P, W) from the order of `patch_rows` into cells (N, factor^2, W)."""
     rows, columns = grid
     blocks = factor // block
     apart = features.reshape(rows, blocks, columns, blocks, block, block, -1)
@@ -145,48 +172,57 @@ def _features(
     cells: Sequence[Tensor],
     grids: Grids,
 ) -> Tensor:
-    """Run a stock encoder on pictures: their features, one after another, in the encoder's
+    """Run a stock encoder on pictures; return their features one after another, in the encoder's
     order.
     """
     if native.patches == "picture":
-        pictures = torch.stack([picture(*one) for one in zip(cells, grids, strict=True)])
-        told = (
-            {} if has_class_token else {"image_sizes": [tuple(pictures.shape[2:])] * len(pictures)}
-        )
+        pictures = torch.stack(list(map(picture, cells, grids)))
+        told = {}
+        if not has_class_token:
+            told["image_sizes"] = [tuple(pictures.shape[2:])] * len(pictures)
         return model(pictures, **told).last_hidden_state[:, int(has_class_token) :]
-    rows = [
-        patch_rows(one, grid, side, native.block, native.patches)
-        for one, grid in zip(cells, grids, strict=True)
-    ]
-    sizes = torch.tensor([(side * rows, side * columns) for rows, columns in grids])
-    if native.images == "equal":  # no mask: one of ones would choose another attention kernel
-        return model(
-            torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes
-        ).last_hidden_state
+
+    rows = []
+    for one, grid in zip(cells, grids, strict=True):
+        rows.append(patch_rows(one, grid, side, native.block, native.patches))
+    sizes = torch.tensor(grids) * side
+    if native.images == "equal":
+        # no mask: one of ones would choose another attention kernel
+        output = model(torch.stack(rows), pixel_attention_mask=None, spatial_shapes=sizes)
+        return output.last_hidden_state
+
     sizes = nn.functional.pad(sizes, (1, 0), value=1)
-    tables, patches = _tables(model, native.block, sizes, cells[0]), torch.cat(rows)
+    tables = _tables(model, native.block, sizes, cells[0])
+    patches = torch.cat(rows)
     if native.block > 1:
         output = model(patches, grid_thw=sizes, **tables)
         if not output.get("deepstack_features"):
             return output.pooler_output
         # before mergers: rows of block^2 patches
-        parts = output.pooler_output, *output.deepstack_features
-        return torch.cat([part.view(len(patches), -1) for part in parts], dim=-1)
-    if isinstance(model, VideoLlama3VisionModel):
+        parts = []
+        for part in (output.pooler_output, *output.deepstack_features):
+            parts.append(part.view(len(patches), -1))
+        return torch.cat(parts, dim=-1)
+    if native.has_merge_sizes:
         tables["merge_sizes"] = torch.ones_like(sizes[:, 0])
-    elif hasattr(model, "vision_model"):  # PaddleOCR-VL's
+    if native.is_cut_out:
         patches = patches.view(1, len(patches), 3, model.config.patch_size, -1)
     return model(patches, grid_thw=sizes, **tables).last_hidden_state
 
 
-def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[str, Any]:
-    """Make the tables that the stock forward needs for grids `sizes` (N, 3), on the host, so that
-    no call waits.
+def _tables(
+    model: nn.Module,
+    block: int,
+    sizes: Tensor,
+    like: Tensor,
+) -> dict[str, Any]:
+    """Make the stock forward's tables for grids `sizes` (N, 3) on the host, so that no call waits.
 
     Flash attention takes all images in one call; without it the forward splits by borders, which
     stay on the host.
     """
-    config, device = model.config, like.device
+    config = model.config
+    device = like.device
     width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is the LLM's
     is_flash = flash_takes_images(width // config.num_attention_heads, like.dtype, device)
     config._attn_implementation = IMAGES_FLASH if is_flash else "sdpa"
@@ -194,16 +230,22 @@ def _tables(model: nn.Module, block: int, sizes: Tensor, like: Tensor) -> dict[s
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
         windows = vision_utils.get_vision_window_index(
-            sizes, block, model.window_size, model.patch_size
+            sizes,
+            block,
+            model.window_size,
+            model.patch_size,
         )
         tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
-        how = stem.interpolation_mode, stem.interpolation_align_corners, block
         made = vision_utils.get_vision_interpolation_indices_and_weights(
-            sizes, stem.num_grid_per_side, *how
+            sizes,
+            stem.num_grid_per_side,
+            stem.interpolation_mode,
+            stem.interpolation_align_corners,
+            block,
         )
-        tables |= dict(zip(("interp_indices", "interp_weights"), made, strict=True))
+        tables["interp_indices"], tables["interp_weights"] = made
     told = {name: copied(table, device) for name, table in tables.items()}
     for name, border in borders.items():
         told[f"cu_{name}"] = copied(border, device) if is_flash else border

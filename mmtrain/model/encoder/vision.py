@@ -32,10 +32,10 @@ from mmtrain.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
-from mmtrain.model.encoder.vision_tower import VisionTower, block_list, drop_other_blocks
+from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, block_list, drop_other_blocks
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.llm.tiny import randomise, shrink
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import Entry, open_tensors, tensor_entries
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = (
@@ -55,7 +55,7 @@ def load_vision(
     *,
     final_norm: bool = False,
     shape: VisionShape | None = None,
-    blocks: tuple[int, int] | None = None,
+    blocks: Blocks | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in
     `dtype`.
@@ -75,7 +75,10 @@ def load_vision(
     return _load_hf(name, select_layer, dtype, final_norm, shape, blocks).to(device)
 
 
-def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
+def timm_model(
+    name: str,
+    held: Blocks | None = None,
+) -> nn.Module | None:
     """Load a timm encoder as published, with bookends for all blocks but `held`; None for one of
     transformers.
 
@@ -98,7 +101,11 @@ def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | No
     with foreign_files(f"model.vision.name: {name}"):
         # On the CPU, not on meta: EVA's and dinov3's rotary tables are in no checkpoint, the
         # constructor makes them.
-        model = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+        model = timm.create_model(
+            architecture,
+            pretrained=True,
+            pretrained_cfg_overlay=overlay,
+        )
     if held is not None:
         drop_other_blocks(block_list(model), *held)
     return model
@@ -140,7 +147,11 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
+def _wrapped_timm(
+    folder: Path,
+    config: dict[str, Any],
+    held: Blocks | None,
+) -> nn.Module:
     check_wrapped_timm(config, folder)
     arguments = config["model_args"] or {}
     with foreign_files(f"model.vision.name: {folder}"):
@@ -153,7 +164,7 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         wanted = set(model.state_dict())
         if held is not None:
             drop_other_blocks(block_list(model), *held)
-        entries = encoder_tensors(folder, tensor_places(folder))
+        entries = encoder_tensors(folder, tensor_entries(folder))
         # of all blocks: else slices would differ in what they refuse
         if missing := sorted(wanted - entries.keys()):
             raise _lacks_tensors(folder, missing)
@@ -168,21 +179,27 @@ def _cut_timm(
     select_layer: int,
     dtype: torch.dtype,
     final_norm: bool,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     patches = model.patch_embed
     size = getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:]
     # Pruning changes what negative indices mean: only the index that it returns still names the
     # same block.
     block = model.prune_intermediate_layers(
-        [select_layer], prune_norm=not final_norm, prune_head=True
+        [select_layer],
+        prune_norm=not final_norm,
+        prune_head=True,
     )
 
     def features(model: nn.Module, images: Tensor) -> Tensor:
         if final_norm:
             return model.forward_features(images)[:, model.num_prefix_tokens :]
         return model.forward_intermediates(
-            images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
+            images,
+            indices=block,
+            intermediates_only=True,
+            output_fmt="NLC",
+            norm=False,
         )[0]
 
     tower = VisionTower(
@@ -208,15 +225,19 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     """Return a family's class. Raises UserError for one that the installed transformers lacks."""
     # transformers does not export all
     for home in (transformers, moonvit, modeling_qwen2_vl, modeling_qwen2_5_vl):
-        if hasattr(home, family.model):
-            return getattr(home, family.model)
+        found = getattr(home, family.model, None)
+        if found is not None:
+            return found
     raise UserError(
         f"model.vision.name: transformers {transformers.__version__} has no {family.model}. "
         f"Install version {TESTED_TRANSFORMERS}, which has it"
     )
 
 
-def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
+def stock_config(
+    family: EncoderFamily,
+    folder: Path,
+) -> transformers.PreTrainedConfig:
     """Return transformers' config of the encoder in a folder, which may hold a multimodal model."""
     kind = model_class(family).config_class
     if holds_encoder(folder):
@@ -236,7 +257,7 @@ def _load_hf(
     dtype: torch.dtype,
     final_norm: bool,
     shape: VisionShape | None,
-    held: tuple[int, int] | None,
+    held: Blocks | None,
 ) -> VisionTower:
     folder = model_folder(name)
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
@@ -247,10 +268,11 @@ def _load_hf(
     unused = family.unused(final_norm, str(folder), merges)
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
-    deepstack = () if shape is None else shape.deepstack
-    _set_depth(config, config.num_hidden_layers + 1 + select_layer, deepstack)
+    config.num_hidden_layers += 1 + select_layer
+    config.vision_use_head = False
+    config.deepstack_visual_indexes = [] if shape is None else list(shape.deepstack)
     if any(folder.glob("*.safetensors")):
-        entries = encoder_tensors(folder, tensor_places(folder))
+        entries = encoder_tensors(folder, tensor_entries(folder))
         opened = _open_held(entries, held)
         weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
     else:
@@ -258,7 +280,11 @@ def _load_hf(
         # weights_only
         weights = {"pretrained_model_name_or_path": folder, "local_files_only": True}
 
-    def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
+    def build(
+        model: transformers.PreTrainedModel,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         stock.__init__(model, *arguments, **options)
         if held is not None:  # before memory is taken for them
             drop_other_blocks(block_list(model), *held)
@@ -296,7 +322,7 @@ def _hf_tower(
     config: transformers.PreTrainedConfig,
     source: str,
     shape: VisionShape | None,
-    held: tuple[int, int] | None = None,
+    held: Blocks | None = None,
 ) -> VisionTower:
     if family.native is not None:
         if family.native.block > 1 and shape.merge == 1:
@@ -341,7 +367,11 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
 
 
 def made_up_encoder(
-    name: str, dtype: torch.dtype, final_norm: bool, depth: int, shape: VisionShape | None = None
+    name: str,
+    dtype: torch.dtype,
+    final_norm: bool,
+    depth: int,
+    shape: VisionShape | None = None,
 ) -> VisionTower:
     """Make an encoder such as `load_vision` loads, with `depth` blocks and random weights.
 
@@ -354,7 +384,7 @@ def made_up_encoder(
         config_json = encoder_config(folder)
         if "architecture" not in config_json:
             family = family_of(config_json.get("model_type"), name)
-            return _made_up_stock(family, folder, name, dtype, final_norm, depth, shape)
+            return _made_up_stock(family, folder, dtype, final_norm, depth, shape)
         architecture = f"local-dir:{folder}"
         if holds_encoder(folder):
             check_wrapped_timm(config_json, folder)
@@ -362,10 +392,18 @@ def made_up_encoder(
             options = config_json["model_args"] or {}
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            published = timm.create_model(architecture, pretrained=False, **options)
+            published = timm.create_model(
+                architecture,
+                pretrained=False,
+                **options,
+            )
         pixels = MADE_UP_PATCHES * square(published.patch_embed.patch_size, "patches", name)
         options = {**options, "depth": depth, "img_size": pixels}
-        model = timm.create_model(architecture, pretrained=False, **options)
+        model = timm.create_model(
+            architecture,
+            pretrained=False,
+            **options,
+        )
     randomise(model, seed=0)
     return _cut_timm(model, name, -1, dtype, final_norm, None)
 
@@ -373,7 +411,6 @@ def made_up_encoder(
 def _made_up_stock(
     family: EncoderFamily,
     folder: Path,
-    name: str,
     dtype: torch.dtype,
     final_norm: bool,
     depth: int,
@@ -381,7 +418,9 @@ def _made_up_stock(
 ) -> VisionTower:
     with foreign_files(f"model.vision.name: {folder}"):
         config = shrink(stock_config(family, folder))
-    _set_depth(config, depth)
+    config.num_hidden_layers = depth
+    config.vision_use_head = False
+    config.deepstack_visual_indexes = []
     # Qwen2.5-VL's: other blocks attend in windows of pixels
     if hasattr(config, "fullatt_block_indexes"):
         config.fullatt_block_indexes = [1]
@@ -396,22 +435,16 @@ def _made_up_stock(
         width = config.hidden_size
         merged = shape.merged_width and getattr(config, "out_hidden_size", width)
         shape = replace(shape, width=width, merged_width=merged)
-    _leave_out(stock, family.unused(final_norm, name, merges))
-    return _hf_tower(stock.to(dtype), family, config, name, shape)
-
-
-def _set_depth(
-    config: transformers.PreTrainedConfig, depth: int, deepstack: Sequence[int] = ()
-) -> None:
-    config.num_hidden_layers = depth
-    config.vision_use_head = False
-    config.deepstack_visual_indexes = list(deepstack)
+    source = str(folder)
+    _leave_out(stock, family.unused(final_norm, source, merges))
+    return _hf_tower(stock.to(dtype), family, config, source, shape)
 
 
 def _open_held(
-    entries: Mapping[str, tuple[str, Path]], held: tuple[int, int] | None
+    entries: Mapping[str, Entry],
+    held: Blocks | None,
 ) -> dict[str, Any]:
-    """Open the encoder's tensors lazily, of blocks those in `held` alone."""
+    """Open the encoder's tensors lazily, but for blocks outside `held`."""
     wanted = {}
     for name, entry in entries.items():
         block = ENCODER_BLOCK.match(f"vision.{name}")

@@ -32,6 +32,7 @@ from mmtrain.facts.vision_files import patches_per_image
 from mmtrain.model.llm.bookends import Bookend
 from mmtrain.model.trained.lora import without_marks
 
+Blocks = tuple[int, int]  # first, and the one behind the last
 Grids = Sequence[tuple[int, int]]  # rows and columns of cells of each picture
 
 
@@ -54,7 +55,7 @@ class VisionTower(nn.Module):
         patch_size: int,
         prefix_tokens: int,
         published: Callable[[str], str] = str,
-        blocks: tuple[int, int] | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         """`features(model, images)` runs the encoder's own forward up to the selected block and
         drops prefix tokens.
@@ -106,8 +107,8 @@ class VisionTower(nn.Module):
         return f"vision.{self.published(name)}"
 
     def forward(self, taken: Tensor, grids: Grids = ()) -> Tensor:
-        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to features or
-        hidden states.
+        """Encode normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), into features
+        or hidden states.
 
         `grids` of pictures count for a `NativeTower` alone.
         """
@@ -129,7 +130,12 @@ class VisionTower(nn.Module):
         )
         return output
 
-    def _run(self, hidden: Tensor | None, images: Tensor, grids: Grids) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor | None,
+        images: Tensor,
+        grids: Grids,
+    ) -> Tensor:
         """Run the encoder once on N images, or on zeros in whose place `hidden` enters the slice's
         first block.
         """
@@ -145,7 +151,10 @@ class VisionTower(nn.Module):
         blocks = block_list(self.model)
         handles = []
 
-        def hand_in(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        def hand_in(
+            _: nn.Module,
+            arguments: tuple[Any, ...],
+        ) -> tuple[Any, ...]:
             """Replace what the stem made."""
             made, *others = arguments
             return (self._handed_in(hidden, made), *others)
@@ -168,7 +177,11 @@ class VisionTower(nn.Module):
         """Return received hidden states in the shape of those that the stem `made`."""
         return hidden
 
-    def groups(self, tiles: int, grids: Grids) -> list[tuple[int, Grids]]:
+    def groups(
+        self,
+        tiles: int,
+        grids: Grids,
+    ) -> list[tuple[int, Grids]]:
         """Split `tiles` into those of each call, with their pictures' grids."""
         at_once = tiles_per_call(self.patches_per_image)
         return [(min(at_once, tiles - begin), ()) for begin in range(0, tiles, at_once)]
@@ -212,7 +225,11 @@ def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     )
 
 
-def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
+def drop_other_blocks(
+    blocks: nn.Sequential | nn.ModuleList,
+    first: int,
+    last: int,
+) -> None:
     """Put bookends in the places of all blocks but [first, last)."""
     assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
     for i, block in enumerate(blocks):
@@ -221,10 +238,13 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
 
 
 def slices_difference(
-    whole: VisionTower, cuts: Sequence[int], images: Tensor, grids: Grids = ()
+    whole: VisionTower,
+    cuts: Sequence[int],
+    images: Tensor,
+    grids: Grids = (),
 ) -> float:
-    """Largest difference between features by slices with borders `cuts` and by the whole encoder;
-    never NaN.
+    """Return the largest difference between features by slices with borders `cuts` and by the whole
+    encoder; never NaN.
     """
     expected = whole.in_groups(images, grids=grids)
     taken = images

@@ -60,7 +60,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """A mask in another form: the runs of tokens that attend, each to its own document.
+    """Runs of tokens and the documents that they see; passed in the place of an attention mask.
 
     Each of `runs` is (row, begin, first, end): tokens [first, end) of a row have queries, which lie
     end to end, and see their document, which begins at `begin`, as far as themselves. Keys and
@@ -102,13 +102,17 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
 
 class NoPadding(Tensor):
-    """An attention mask (B, L) of true that answers on the host whether all of it is true, as
+    """An attention mask (B, L) of true that says on the host that all of it is true, when
     transformers asks.
     """
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+        cls,
+        function: Any,
+        types: Any,
+        arguments: Any = (),
+        options: Any = None,
     ) -> Any:
         if function in (torch.all, Tensor.all):
             return torch.tensor(True)
@@ -124,7 +128,7 @@ _KEEP_TRUE = frozenset({Tensor.to, Tensor.__getitem__, Tensor.contiguous})
 
 @contextmanager
 def document_positions(position_ids: Tensor) -> Iterator[None]:
-    """Within this context a model's masks also end where `position_ids` (B, L) restart.
+    """Let a model's masks, within this context, also end where `position_ids` (B, L) restart.
 
     gpt_oss, afmoe and opt do not pass those to their masks. With position_ids on the host, no call
     waits.
@@ -214,8 +218,8 @@ def _joined(
 
 
 def _looked_up(mask_function: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors in the closure of a function of transformers' masking_utils, or of one that it is
-    made of.
+    """Yield the tensors in the closure of a mask function of transformers, and in those that it
+    calls.
     """
     for cell in getattr(mask_function, "__closure__", None) or ():
         content = cell.cell_contents
@@ -243,7 +247,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents; transformers calls this in every attention layer
+    """Attend causally within documents; transformers calls this in every attention layer
     (AttentionInterface).
 
     `query` (B, H, L, D), `key` (B, K, L, D), `value` (B, K, L, E) with H a multiple of K; `softcap`
@@ -275,7 +279,7 @@ def packed_attention(
         extras.append("sinks")
     reason = _reason_against_flash(query, key, value, attention_mask, extras)
     if reason is None:
-        note_backend(Backend("attention", "flash", None, slow=False))
+        note_backend(Backend("attention", "flash"))
         return attend_flash(query, key, value, attention_mask, scaling), None
     note_backend(Backend("attention", "document", reason, slow=query.is_cuda))
     return attend_by_document(query, key, value, attention_mask, scaling, softcap, s_aux), None
@@ -294,7 +298,11 @@ def attend_by_document(
     `packed_attention`.
     """
     attend = functools.partial(
-        _attend, window=documents.window, scale=scale, softcap=softcap, sinks=sinks
+        _attend,
+        window=documents.window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
     )
     lengths = {end - begin for _, begin, _, end in documents.runs}
     if len(lengths) == 1 and documents.offsets is not None:
@@ -343,7 +351,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
+    """Attend with one document's last m of n tokens, (B, H, m, D) to (B, m, H, E).
 
     Soft caps and sinks (gemma2, gpt_oss) cost the (B, H, m, n) scores: 1 GB in fp32 for 4,096
     tokens and 16 heads.
@@ -353,9 +361,7 @@ def _attend(
     groups = q.shape[1] // k.shape[1]
     if softcap is None and sinks is None:
         causal = (window is None or keys <= window) and queries in (1, keys)
-        seen = None
-        if not causal:
-            seen = _visible(queries, keys, window, q.device)
+        seen = None if causal else _visible(queries, keys, window, q.device)
         attended = F.scaled_dot_product_attention(
             q,
             k,
@@ -381,7 +387,12 @@ def _attend(
     return (weights @ v).transpose(1, 2)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    queries: int,
+    keys: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
     """Make a mask (queries, keys) of the tokens that each of a document's last tokens sees."""
     i = torch.arange(keys - queries, keys, device=device)[:, None]
     j = torch.arange(keys, device=device)
@@ -431,7 +442,7 @@ def attend_flash(
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
 
-    q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+    q, k, v = map(_end_to_end, (query, key, value))
     if documents.offsets is None:
         places, *sequences = _sequences(documents, key.shape[2], query.device)
         k = k[places]
@@ -445,16 +456,29 @@ def attend_flash(
     if causal:
         after = 0
     out = flash_varlen_attn(
-        q, k, v, *sequences, scale=scale, window_size=(before, after), **options
+        q,
+        k,
+        v,
+        *sequences,
+        scale=scale,
+        window_size=(before, after),
+        **options,
     )
     return out.unflatten(0, query.shape[::2])[..., :value_width]
 
 
+def _end_to_end(states: Tensor) -> Tensor:
+    """Lay rows end to end, (B, H, L, D) to (B * L, H, D)."""
+    return states.transpose(1, 2).flatten(0, 1).contiguous()
+
+
 def _sequences(
-    documents: Documents, length: int, device: torch.device
+    documents: Documents,
+    length: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Return a sequence with its own keys for each run: places of keys, offsets of queries and
-    keys, longest of both.
+    """Make a sequence with its own keys for each run. Returns places of keys, offsets and lengths
+    of queries and keys.
     """
     places = []
     queries = []
@@ -481,8 +505,8 @@ class Backend(NamedTuple):
 
     layers: str  # "attention" or "recurrent layers"
     kernel: str  # one of _KERNELS
-    reason: str | None  # why it is not one call
-    slow: bool  # a GPU does not do what it could
+    reason: str | None = None  # why it is not one call
+    slow: bool = False  # a GPU does not do what it could
 
 
 _KERNELS = {
@@ -542,12 +566,11 @@ def _reason_against_flash(
     documents: Documents,
     extras: Sequence[str],
 ) -> str | None:
-    """Tell why flash attention does not take these tensors, or is wrong on this GPU; None if it is
-    right. `extras` names what else is asked for.
+    """Tell why flash attention cannot be used for these tensors on this GPU; None if it can.
 
-    The first call for heads of one kind compares it with attention by document, which in a layer
-    that is recomputed would end in torch's CheckpointError. So a stage runs once when it is built
-    (`Stage.try_out`).
+    `extras` names what else is asked for. The first call for heads of one kind compares it with
+    attention by document, which in a layer that is recomputed would end in torch's CheckpointError.
+    So a stage runs once when it is built (`Stage.try_out`).
     """
     width = query.shape[-1]
     dtype = str(query.dtype).removeprefix("torch.")
@@ -579,7 +602,11 @@ def _reason_against_flash(
 @functools.cache
 @torch.enable_grad()
 def flash_agrees(
-    grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device | str
+    grouped: bool,
+    width: int,
+    windowed: bool,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> bool:
     """Whether flash attention gives what attention by document gives in fp32, within rounding.
 
@@ -607,7 +634,13 @@ def flash_agrees(
     # Scores around 14 show a wrong result best; but they leave a gradient of differences that bf16
     # does not hold.
     for peak, with_gradients in ((14.0, False), (3.0, True)):
-        *states, upstream = _trial_states(documents, 4 if grouped else 2, width, peak, generator)
+        *states, upstream = _trial_states(
+            documents,
+            4 if grouped else 2,
+            width,
+            peak,
+            generator,
+        )
         inputs = [one.to(dtype).requires_grad_() for one in states]
         exact = [one.detach().float().requires_grad_() for one in inputs]
         upstream = upstream.transpose(1, 2)
@@ -626,7 +659,11 @@ def flash_agrees(
 
 
 def _trial_states(
-    documents: Documents, heads: int, width: int, peak: float, generator: torch.Generator
+    documents: Documents,
+    heads: int,
+    width: int,
+    peak: float,
+    generator: torch.Generator,
 ) -> list[Tensor]:
     """Draw query, key, value and upstream gradient (1, H, L, D), with scores of up to `peak`.
 
@@ -684,7 +721,11 @@ def images_attention(
 
 @functools.cache
 @torch.enable_grad()
-def flash_takes_images(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def flash_takes_images(
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Whether flash attention within images is right on this GPU, by result and gradients, for
     heads of `width`.
     """
@@ -692,7 +733,11 @@ def flash_takes_images(width: int, dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cuda" or not is_half or width % 8 or width > WIDEST_FLASH_HEAD:
         return False
     generator = torch.Generator(device).manual_seed(0)
-    offsets = torch.tensor((0, 13, 14, 61), dtype=torch.int32, device=device)
+    offsets = torch.tensor(
+        (0, 13, 14, 61),
+        dtype=torch.int32,
+        device=device,
+    )
     shape = (1, 2, 61, width)
     states = [torch.randn(shape, generator=generator, device=device) for _ in range(4)]
     upstream = states.pop().transpose(1, 2)

@@ -25,8 +25,8 @@ from mmtrain.facts.families import canonical_name
 
 
 class Bookend(nn.Module):
-    """In the place of a layer or block that another rank holds: passes on, hands in or hands out
-    hidden states.
+    """A stand-in for a layer or block of another rank: passes on, hands in or hands out hidden
+    states.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -42,7 +42,12 @@ class Bookend(nn.Module):
         # Some models ask a layer for its kind before they call it (`decoder_layer.attention_type`).
         copy_settings(layer, self)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Any, ...]:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor | tuple[Any, ...]:
         self.handed_out = hidden_states
         if self.hand_in is not None:
             hidden_states = self.hand_in
@@ -52,11 +57,16 @@ class Bookend(nn.Module):
 
 
 class AbsentEmbedding(nn.Module):
-    """In the place of learned position embeddings behind decoder layer 0, where their sum is thrown
+    """A stand-in for learned position embeddings behind decoder layer 0, where their sum is thrown
     away.
     """
 
-    def forward(self, given: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        given: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
         # a zero of the host would be copied, and the host would wait
         return torch.zeros((), device=given.device)
 
@@ -93,7 +103,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def absent_modules(
-    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
 ) -> dict[nn.Module, nn.Module]:
     """Map every module that a slice of decoder layers [first, last) does not hold to what takes its
     place.
@@ -132,6 +147,10 @@ def holds_layer_0(first: int, last: int) -> bool:
     return first == 0 and last > 0
 
 
-def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
+def replace(
+    model: nn.Module,
+    module: nn.Module,
+    replacement: nn.Module,
+) -> None:
     name = next(name for name, child in model.named_modules() if child is module)
     model.set_submodule(name, replacement)

@@ -64,7 +64,7 @@ from mmtrain.model.llm.mixers import (
     running_on,
 )
 from mmtrain.model.trained.lora import without_marks
-from mmtrain.model.weights.files import open_tensors, tensor_places
+from mmtrain.model.weights.files import open_tensors, tensor_entries
 from mmtrain.model.weights.streaming import StreamedLayers
 
 
@@ -76,13 +76,18 @@ class _HeadInput(MoeModelOutputWithPast):
 
 
 class _PassThrough(nn.Module):
-    """In the place of the decoder: of the causal LM the head remains."""
+    """A stand-in for the decoder, with which a causal LM runs its head alone."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         copy_settings(decoder, self)  # falcon_h1's head asks for lm_head_multiplier
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _HeadInput:
+    def forward(
+        self,
+        *_: Any,
+        inputs_embeds: Tensor,
+        **__: Any,
+    ) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
 
 
@@ -132,8 +137,8 @@ class DecoderLayers(nn.Module):
         self.eval()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, L) int64 -> embeddings (B, L, D), by the stock model's input embedding, and
-        its scale if any.
+        """Embed token ids (B, L) int64 -> (B, L, D), with the stock model's embedding and its
+        scale, if any.
 
         The scale is one that the stock forward applies to token ids alone, not to `inputs_embeds`.
         """
@@ -145,8 +150,8 @@ class DecoderLayers(nn.Module):
         return embeddings
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has
-        the head.
+        """Run hidden states (B, L, D) through the slice's decoder layers, and the final norm if it
+        has the head.
 
         `position_ids` (B, L) restart at 0 in each document; the host waits for them, unless they
         are on the CPU. For M-RoPE they are (4, B, L): grid positions (3, B, L) stand behind them. A
@@ -157,8 +162,13 @@ class DecoderLayers(nn.Module):
             return hidden
         return self._run(hidden, position_ids)
 
-    def forward_rows(self, hidden: Tensor, position_ids: Tensor, places: Tensor) -> Tensor:
-        """With the head: `forward`'s result for some tokens alone, (S, D).
+    def forward_rows(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        places: Tensor,
+    ) -> Tensor:
+        """Return `forward`'s result for some tokens alone, (S, D); for slices with the head.
 
         `places` (S,) int64, on the CPU, rise over rows laid end to end; there may be none. Other
         tokens skip the final norm and, after `narrow_last_layer`, most of the last decoder layer.
@@ -198,10 +208,12 @@ class DecoderLayers(nn.Module):
                 embeddings = hidden.detach()
             # Told that nothing is padding, transformers does not look for documents, and the host
             # waits for no answer.
-            no_padding = torch.ones(documents.shape, dtype=torch.bool, device=device)
-            sequences = None
-            if self._has_mixers:
-                sequences = Sequences.of_positions(documents, device)
+            no_padding = torch.ones(
+                documents.shape,
+                dtype=torch.bool,
+                device=device,
+            )
+            sequences = Sequences.of_positions(documents, device) if self._has_mixers else None
             with document_positions(documents), running_on(sequences):
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
                     inputs_embeds=embeddings,
@@ -235,7 +247,12 @@ class DecoderLayers(nn.Module):
             "stage 0 holds the layers behind which DeepStack adds"
         )
 
-        def hook(added: Tensor, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        def hook(
+            added: Tensor,
+            _: nn.Module,
+            __: Any,
+            output: Tensor,
+        ) -> Tensor:
             return output.flatten(0, 1).index_add(0, places, added).view_as(output)
 
         hooks = []
@@ -244,7 +261,7 @@ class DecoderLayers(nn.Module):
         return hooks
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft
+        """Map normed hidden states (N, D) to logits (N, V), with the family's own scaling and soft
         cap.
         """
         assert self.has_head, "this slice has no head"
@@ -257,9 +274,7 @@ class DecoderLayers(nn.Module):
             self.model.set_submodule(path, decoder)
 
     def head_parameters(self) -> list[nn.Parameter]:
-        if not self.has_head:
-            return []
-        return list(self.model.get_output_embeddings().parameters())
+        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter with its global name; a tied head beside its embedding is one
@@ -320,7 +335,13 @@ def slice_of(
     """Copy decoder layers [first, last) of a stock causal LM in memory; `streamed`, if any, takes
     all of them.
     """
-    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    absent = absent_modules(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+    )
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
     with quiet():  # about the tower, which was dropped
@@ -328,7 +349,14 @@ def slice_of(
     if streamed is not None:
         for i in range(first, last):
             streamed.take(i, decoder_layers(part)[i])
-    return DecoderLayers(part, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        part,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 def load_decoder_layers(
@@ -363,7 +391,11 @@ def load_decoder_layers(
     layers = decoder_layers(model)
     for i in range(first, last):
         if i not in at_once:
-            part = weights.load(range(i, i + 1), embedding=False, head=False)
+            part = weights.load(
+                range(i, i + 1),
+                embedding=False,
+                head=False,
+            )
             layers[i] = decoder_layers(part)[i]
             for module in layers[i].modules():
                 if "config" in vars(module):  # one for the whole model, as the stock model has it
@@ -374,20 +406,32 @@ def load_decoder_layers(
     model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
-    return DecoderLayers(model, first, last, embedding=embedding, head=head, streamed=streamed)
+    return DecoderLayers(
+        model,
+        first,
+        last,
+        embedding=embedding,
+        head=head,
+        streamed=streamed,
+    )
 
 
 class _Weights:
-    """A causal LM's folder, of which parts are loaded by themselves."""
+    """The weights in a causal LM's folder, loaded part by part."""
 
-    def __init__(self, path: str, dtype: torch.dtype, mrope: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        mrope: bool,
+    ) -> None:
         self._path = path
         self._dtype = dtype
         folder = model_folder(path)
         self.config = causal_config(folder, mrope)
         _set_options(self.config)
         self._stock = llm_class(self.config)
-        self._files = llm_tensors(folder, tensor_places(folder))
+        self._files = llm_tensors(folder, tensor_entries(folder))
         if is_mrope_class(self.config):
             names = (name.replace("model.", "model.language_model.", 1) for name in self._files)
             self._files = dict(zip(names, self._files.values(), strict=True))
@@ -401,17 +445,33 @@ class _Weights:
                 f"{planned}. Write num_hidden_layers into config.json"
             )
 
-    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+    def load(
+        self,
+        layers: range,
+        *,
+        embedding: bool,
+        head: bool,
+    ) -> PreTrainedModel:
         """Load the model with these decoder layers alone, on the CPU, and the ends that are asked
         for.
         """
         stock = self._stock
         first, last = layers.start, layers.stop
 
-        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        def build(
+            model: PreTrainedModel,
+            *arguments: Any,
+            **options: Any,
+        ) -> None:
             stock.__init__(model, *arguments, **options)
             drop_tower(model)
-            absent = absent_modules(model, first, last, embedding=embedding, head=head)
+            absent = absent_modules(
+                model,
+                first,
+                last,
+                embedding=embedding,
+                head=head,
+            )
             for module, replacement in absent.items():
                 replace(model, module, replacement)
             _initialise_present_layers(model)
@@ -438,7 +498,9 @@ class _Weights:
         tensors = open_tensors({name: self._files[name] for name in filter(wanted, self._files)})
         # The name and module of the stock class: transformers finds its conversions by them.
         part_class = type(
-            stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__}
+            stock.__name__,
+            (stock,),
+            {"__init__": build, "__module__": stock.__module__},
         )
         with quiet():
             model, report = part_class.from_pretrained(
@@ -482,7 +544,10 @@ def _initialise_present_layers(model: PreTrainedModel) -> None:
     decoder._init_weights = initialise
 
 
-def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
+def causal_config(
+    folder: Path,
+    mrope: bool = False,
+) -> PreTrainedConfig:
     """Read transformers' config of the causal LM in a folder. Raises UserError for a family that
     cannot be used.
 
@@ -498,14 +563,15 @@ def causal_config(folder: Path, mrope: bool = False) -> PreTrainedConfig:
             f"{folder}: transformers {transformers.__version__} does not know {family}. {why}"
         )
     with quiet():  # about mrope_section, which some text models' configs do not list
-        has_parts = holds_parts(folder)
-        part = "text_config in " if has_parts else ""
+        part = "text_config in " if holds_parts(folder) else ""
         with foreign_files(f"{folder}: {part}config.json"):
-            if has_parts:
+            if part:
                 config = config_from(transformers.CONFIG_MAPPING[family], config_json)
             else:
                 config = AutoConfig.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=False,
                 )
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
@@ -553,7 +619,7 @@ def llm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def drop_tower(model: PreTrainedModel) -> None:
-    """Leave nothing of a multimodal model but its LLM."""
+    """Remove everything of a multimodal model but its LLM."""
     if is_mrope_class(model.config):
         outer, _, decoder = decoder_path(model)[0].rpartition(".")
         for name, _ in list(model.get_submodule(outer).named_children()):
@@ -561,7 +627,10 @@ def drop_tower(model: PreTrainedModel) -> None:
                 model.set_submodule(f"{outer}.{name}", nn.Identity())
 
 
-def config_from(kind: type[PreTrainedConfig], config_json: Mapping[str, Any]) -> PreTrainedConfig:
+def config_from(
+    kind: type[PreTrainedConfig],
+    config_json: Mapping[str, Any],
+) -> PreTrainedConfig:
     """Make transformers' config from a config.json in memory, which spells infinity {"__float__":
     "Infinity"}.
     """

@@ -38,7 +38,12 @@ def recomputing(forward: Forward) -> Forward:
     """Wrap a forward so that it saves its inputs alone and runs once more in backward; works in
     eval mode.
     """
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    return functools.partial(
+        checkpoint,
+        forward,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 class Rows:
@@ -51,7 +56,7 @@ class Rows:
         self.on_host = places.cpu()
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """(B, L, ...) -> (1, S, ...), on the tensor's device."""
+        """Select the tokens of (B, L, ...) as (1, S, ...), on the tensor's device."""
         places = self.places
         if tensor.device != places.device:
             places = self.on_host
@@ -124,7 +129,7 @@ def run_on_rows(
 
 @contextlib.contextmanager
 def _giving_zeros(projections: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context linear layers whose results are not used give zeros, without a matrix
+    """Let linear layers with unused results give zeros within this context, without a matrix
     product.
     """
     linear = []
@@ -143,9 +148,13 @@ def _zeros(width: int, rows: Tensor) -> Tensor:
     return rows.new_zeros(()).expand(*rows.shape[:-1], width)
 
 
-def map_tokens(value: Any, of_all: tuple[int, int], change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each tensor for all tokens (B, L), `of_all`, and to Documents in an
-    argument of a layer.
+def map_tokens(
+    value: Any,
+    of_all: tuple[int, int],
+    change: Callable[[Any], Any],
+) -> Any:
+    """Apply `change` to Documents and to each tensor for all tokens (B, L), `of_all`, in a layer's
+    argument.
     """
     if isinstance(value, Documents):
         return change(value)
@@ -168,7 +177,13 @@ class _Cache:
     def __init__(self, *keys_and_values: Tensor) -> None:
         self._keys_and_values = keys_and_values
 
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, ...]:
         if not self._keys_and_values:
             raise _CacheReached(key, value)
         return self._keys_and_values

@@ -63,7 +63,10 @@ class _SupervisedLossSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        upstream: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
         if row_gradient is not None:
             row_gradient = row_gradient * upstream.to(row_gradient.dtype)
@@ -74,7 +77,9 @@ class _SupervisedLossSum(torch.autograd.Function):
 
 
 def supervised_places(labels: Tensor) -> Tensor:
-    """Places (S,) int64, over rows laid end to end, where `labels` (B, L) are not IGNORE."""
+    """Return the places (S,) int64, over rows laid end to end, where `labels` (B, L) are not
+    IGNORE.
+    """
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
@@ -85,7 +90,7 @@ def supervised_loss_sum(
     vocab_size: int,
     head_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> Tensor:
-    """Cross entropy summed over supervised tokens, in nats, 0-dimensional; part of the graph even
+    """Sum the cross entropy of supervised tokens, in nats, 0-dimensional; part of the graph even
     when S is 0.
 
     `rows` (S, D) are the LM head's input, `targets` (S,) int64 the tokens to predict. `logits_of`
@@ -96,7 +101,11 @@ def supervised_loss_sum(
     if not (torch.is_grad_enabled() and (rows.requires_grad or trainable)):
         return loss_sum_and_predictions(rows, targets, logits_of, vocab_size)[0]
     return _SupervisedLossSum.apply(
-        rows, targets, logits_of, _rows_per_chunk(vocab_size), *trainable
+        rows,
+        targets,
+        logits_of,
+        _rows_per_chunk(vocab_size),
+        *trainable,
     )
 
 
@@ -106,7 +115,7 @@ def loss_sum_and_predictions(
     logits_of: LogitsOf,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Loss sum without gradients, and arg max of the logits, (S,) int64. Arguments as in
+    """Return the loss sum without gradients, and the logits' arg max, (S,) int64; arguments as in
     `supervised_loss_sum`.
     """
     chunk = _rows_per_chunk(vocab_size)
@@ -120,7 +129,7 @@ def loss_sum_and_predictions(
 
 
 def count_answers(labels: Tensor, predicted: Tensor) -> Tensor:
-    """Count what a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
+    """Count a prediction's correct tokens, answers and exact answers, (3,) float64.
 
     `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any
     device. An answer is a run of supervised positions in a row. Those of two documents never merge:
@@ -145,5 +154,5 @@ def _rows_per_chunk(vocab_size: int) -> int:
 
 
 def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum and arg max of a chunk, whose logits end with this function."""
+    """Return loss sum and arg max of a chunk; its logits are freed when this returns."""
     return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

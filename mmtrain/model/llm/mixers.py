@@ -1,5 +1,4 @@
-"""Recurrent layers in packs: what mixes along the sequence and is not attention runs document by
-document.
+"""Recurrent layers in packs: modules that mix tokens without attention run document by document.
 
     hidden (B, L, D) of packed rows --documents of one length--> (n, length, D) --stock mixer-->
         results --> (B, L, D)
@@ -65,7 +64,11 @@ class Sequences:
     borders: dict[str, Tensor]
 
     @classmethod
-    def of_positions(cls, position_ids: Tensor, device: torch.device | str) -> Sequences:
+    def of_positions(
+        cls,
+        position_ids: Tensor,
+        device: torch.device | str,
+    ) -> Sequences:
         """Find the documents where `position_ids` (B, L) do not go on, and at the beginning of each
         row.
         """
@@ -102,7 +105,7 @@ _SEQUENCES: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 @contextmanager
 def running_on(sequences: Sequences | None) -> Iterator[None]:
-    """Within this context mixers keep these documents apart."""
+    """Let mixers keep these documents apart within this context."""
     token = _SEQUENCES.set(sequences)
     try:
         yield
@@ -115,7 +118,11 @@ def recomputing_on_documents(forward: Forward) -> Forward:
     documents in backward.
     """
 
-    def run(sequences: Sequences | None, *arguments: Any, **options: Any) -> Any:
+    def run(
+        sequences: Sequences | None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
         with running_on(sequences):
             return forward(*arguments, **options)
 
@@ -148,11 +155,19 @@ class ByDocument:
             return self._in_one_call(call, sequences)
         return self._loop(call, sequences)
 
-    def _loop(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
+    def _loop(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
         results = []
         for length, places in sequences.groups:
 
-            def chosen(tokens: Tensor, length: int = length, places: Tensor = places) -> Tensor:
+            def chosen(
+                tokens: Tensor,
+                length: int = length,
+                places: Tensor = places,
+            ) -> Tensor:
                 if sequences.inverse is not None:
                     tokens = tokens.index_select(0, places)
                 return tokens.unflatten(0, (-1, length))
@@ -164,8 +179,17 @@ class ByDocument:
             joined = torch.cat(hidden).index_select(0, sequences.inverse)
         return _like(results[0], joined.unflatten(0, sequences.shape))
 
-    def _in_one_call(self, call: inspect.BoundArguments, sequences: Sequences) -> Any:
-        result = self._run(call, sequences, lambda tokens: tokens[None], **sequences.borders)
+    def _in_one_call(
+        self,
+        call: inspect.BoundArguments,
+        sequences: Sequences,
+    ) -> Any:
+        result = self._run(
+            call,
+            sequences,
+            lambda tokens: tokens[None],
+            **sequences.borders,
+        )
         return _like(result, _states(result)[0].unflatten(0, sequences.shape))
 
     def _run(
@@ -191,11 +215,10 @@ class ByDocument:
     def _choose(self, hidden: Tensor) -> Backend:
         layers = "recurrent layers"
         if not hidden.is_cuda:
-            reason = "kernels that take borders need a GPU"
-            return Backend(layers, "document", reason, slow=False)
+            return Backend(layers, "document", "kernels that take borders need a GPU")
         reason = self.reason_against_kernels(hidden)
         if reason is None:
-            return Backend(layers, "library", None, slow=False)
+            return Backend(layers, "library")
         return Backend(layers, "document", reason, slow=True)
 
     @torch.enable_grad()
@@ -208,8 +231,16 @@ class ByDocument:
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
         shape = (1, sum(_TRIED), hidden.shape[-1])
-        inputs = torch.randn(shape, generator=generator, device=hidden.device)
-        upstream = torch.randn(shape, generator=generator, device=hidden.device)
+        inputs = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
+        )
+        upstream = torch.randn(
+            shape,
+            generator=generator,
+            device=hidden.device,
+        )
         inputs = inputs.to(hidden.dtype).requires_grad_()
         positions = torch.cat([torch.arange(length) for length in _TRIED])[None]
         sequences = Sequences.of_positions(positions, hidden.device)

@@ -64,8 +64,7 @@ class _Trial:
             self._rotary = torch.stack([times, documents // 5, documents % 5])
             self._positions = torch.cat([documents[None], self._rotary])
         self.slices: list[DecoderLayers] = []
-        embedded = []
-        self._embedded = embedded
+        self._embedded = embedded = []
 
         def keep(*call: Any) -> Tensor:
             """Hook: begin the gradient at the embedding's output."""
@@ -77,18 +76,16 @@ class _Trial:
     def separate(self) -> Tensor:
         # One by one: in a padded batch stock gated delta rules of qwen3_5 differ by rounding, up to
         # 4e-4.
-        logits = []
-        rotary = self._rotary.split(DOCUMENTS, -1)
-        for part, at in zip(self._ids.split(DOCUMENTS, 1), rotary, strict=True):
-            output = self.model(input_ids=part, position_ids=at, use_cache=False)
-            logits.append(output.logits[0])
-        return torch.cat(logits)
+        parts = map(self._logits, self._ids.split(DOCUMENTS, 1), self._rotary.split(DOCUMENTS, -1))
+        return torch.cat(list(parts))
 
     def whole(self) -> Tensor:
         sequences = Sequences.of_positions(self._documents, "cpu")
         with document_positions(self._documents), running_on(sequences):
-            output = self.model(input_ids=self._ids, position_ids=self._rotary, use_cache=False)
-        return output.logits[0]
+            return self._logits(self._ids, self._rotary)
+
+    def _logits(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, position_ids=position_ids, use_cache=False).logits[0]
 
     def staged(self) -> Tensor:
         hidden = self.slices[0].embed(self._ids)
@@ -106,7 +103,11 @@ class _Trial:
 
 
 def measure_differences(
-    config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0, streams: bool = False
+    config: PreTrainedConfig,
+    cut_points: Sequence[int],
+    *,
+    seed: int = 0,
+    streams: bool = False,
 ) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
@@ -123,9 +124,7 @@ def measure_differences(
             mixer.forward = ByDocument(mixer)
     unsliced = trial.run(trial.whole)
 
-    streamed = None
-    if streams:
-        streamed = StreamedLayers(HostSource(torch.device("cpu")))
+    streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     for i, (first, last) in enumerate(pairwise(borders)):
         is_last = i == len(cut_points)
@@ -134,7 +133,8 @@ def measure_differences(
         )
     sliced = trial.run(trial.staged)
     return Differences(
-        _largest_difference(sliced, unsliced), _largest_difference(sliced, reference)
+        _largest_difference(sliced, unsliced),
+        _largest_difference(sliced, reference),
     )
 
 
@@ -160,7 +160,13 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     layers = model.config.get_text_config().num_hidden_layers
     if mixers_of(decoder_layers(model)[-1]):
         return math.inf  # their results depend on all tokens before
-    part = slice_of(model, layers - 1, layers, embedding=False, head=True)
+    part = slice_of(
+        model,
+        layers - 1,
+        layers,
+        embedding=False,
+        head=True,
+    )
     rows = []
     for lengths in (DOCUMENTS, DOCUMENTS[::-1]):
         rows.append(torch.cat([torch.arange(length) for length in lengths]))
@@ -182,8 +188,9 @@ def rows_difference(config: PreTrainedConfig, seed: int) -> float:
     return _largest_difference(ours, expected)
 
 
-def _largest_difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    ratios = []
-    for one, other in zip(ours, expected, strict=True):
-        ratios.append((one - other).abs().max() / other.abs().max())
+def _largest_difference(
+    ours: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> float:
+    ratios = [(a - b).abs().max() / b.abs().max() for a, b in zip(ours, expected, strict=True)]
     return float(torch.stack(ratios).max())

@@ -1,5 +1,5 @@
-"""A tiny model of the same family: a real config at full depth with small widths, and weights that
-make faults visible.
+"""Tiny models of a family: a real config at full depth with small widths, and weights that show
+faults.
 
 config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide
     --randomise--> a test model
@@ -22,10 +22,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.facts.settings import SYNONYMS
 from mmtrain.model.llm.language import auto_class, drop_tower, is_mrope_class
 
 HEADS = 4
 HEAD_WIDTH = 16
+WIDTH = HEADS * HEAD_WIDTH
 MIXER_HEADS, MIXER_GROUPS = 2 * HEADS, 2  # of recurrent mixers, whose heads are as wide
 ROTARY_WIDTH = 8  # deepseek's rotary part of a head, beside HEAD_WIDTH without rotation
 INNER_WIDTH = 48
@@ -40,12 +42,11 @@ WINDOW = 8  # tokens
 
 # Attributes of transformers' configs, over all families. Only those that a config has, and that
 # hold a number, are set.
-_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_QUERY_HEADS = (*SYNONYMS["heads"], "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _SIZES = {
     _QUERY_HEADS: HEADS,
-    ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model", "embed_dim"): HEADS
-    * HEAD_WIDTH,
+    (*SYNONYMS["hidden_size"], "word_embed_proj_dim", "dim_model", "embed_dim"): WIDTH,
     (
         "head_dim",
         "global_head_dim",
@@ -55,13 +56,11 @@ _SIZES = {
         "attention_head_dim",
         "swa_head_dim",
         "swa_v_head_dim",
-        "linear_key_head_dim",
+        *SYNONYMS["mixer_state"],
         "linear_value_head_dim",
         "linear_head_dim",
         "mamba_d_head",
         "mamba_head_dim",
-        "mamba_d_state",
-        "ssm_state_size",
         "mamba_dt_rank",
     ): HEAD_WIDTH,
     (
@@ -83,8 +82,7 @@ _SIZES = {
         "sliding_window",
         "attention_chunk_size",
         "window_size",
-        "mamba_chunk_size",
-        "chunk_size",
+        *SYNONYMS["mixer_chunk"],
         "block_size",
     ): WINDOW,
     ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"): MIXER_HEADS,
@@ -92,8 +90,8 @@ _SIZES = {
     ("mamba_expand", "expand"): MIXER_HEADS // HEADS,
 }
 _LIMITS = {
-    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"): EXPERTS,
-    ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"): EXPERTS_PER_TOKEN,
+    SYNONYMS["experts"]: EXPERTS,
+    (*SYNONYMS["experts_per_token"], "top_k_experts"): EXPERTS_PER_TOKEN,
     ("mamba_n_groups", "n_groups"): MIXER_GROUPS,
 }
 MAX_PARAMETERS = 100_000_000
@@ -144,9 +142,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 def _shrink_sizes(tiny: PreTrainedConfig) -> None:
     """Set heads, widths and limits of a config, each only where it has a number."""
 
-    def number(name: str) -> int:
+    def number(name: str) -> int | None:
         value = getattr(tiny, name, None)
-        return 0 if isinstance(value, bool) or not isinstance(value, int) else value
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     heads = next(filter(None, map(number, _QUERY_HEADS)), HEADS)
     for name in _KEY_HEADS:
@@ -162,28 +160,30 @@ def _shrink_sizes(tiny: PreTrainedConfig) -> None:
             value = getattr(tiny, name, None)
             if isinstance(value, (list, tuple)):
                 setattr(tiny, name, [size] * len(value))
-            elif isinstance(value, int) and not isinstance(value, bool):
+            elif number(name) is not None:
                 setattr(tiny, name, size)
-    if isinstance(
-        getattr(tiny, "qk_rope_head_dim", None), int
-    ):  # multi-head latent attention: deepseek
+    if number("qk_rope_head_dim") is not None:
+        # multi-head latent attention: deepseek
         tiny.qk_rope_head_dim = ROTARY_WIDTH
         for name, width in (("qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH), ("head_dim", ROTARY_WIDTH)):
-            if isinstance(getattr(tiny, name, None), int):
+            if number(name) is not None:
                 setattr(tiny, name, width)
     elif hasattr(tiny, "head_dim") and tiny.head_dim is None:
         tiny.head_dim = HEAD_WIDTH
 
     for names, limit in _LIMITS.items():
         for name in names:
-            if number(name) > limit:
+            if (number(name) or 0) > limit:
                 setattr(tiny, name, limit)
-    if number("n_group") > 1:
+    if (number("n_group") or 0) > 1:
         tiny.n_group = 2
         tiny.topk_group = 1
 
 
-def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
+def _trim_rope(
+    parameters: dict[str, Any],
+    partial: float | None,
+) -> dict[str, Any]:
     """Cut lists of one factor per frequency, and M-RoPE's sections, to HEAD_WIDTH; some have them
     per layer type.
     """
@@ -201,7 +201,10 @@ def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, A
     return trimmed
 
 
-def draw_scales(config: PreTrainedConfig, seed: int) -> PreTrainedConfig:
+def draw_scales(
+    config: PreTrainedConfig,
+    seed: int,
+) -> PreTrainedConfig:
     """Copy `config` with other scales and caps, so that none is 1, where it would not matter who
     applies it.
 
@@ -234,18 +237,25 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     if is_mrope_class(tiny):
         tiny.vision_config.num_hidden_layers = 1
     with torch.device("meta"):
-        hollow = made_by.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+        hollow = made_by.from_config(
+            tiny,
+            attn_implementation=None,
+            trust_remote_code=False,
+        )
     drop_tower(hollow)
     parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MAX_PARAMETERS:
         raise UserError(
-            f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still "
+            f"{config.model_type} cannot be checked: shrunk to {WIDTH} wide it still "
             f"has {parameters / 1e6:,.0f} million parameters, so its config has unknown sizes"
         )
     # not the GPUs' generators: callers restore the CPU's alone
     torch.default_generator.manual_seed(seed)
     model = made_by.from_config(
-        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+        tiny,
+        dtype=torch.float32,
+        attn_implementation=None,
+        trust_remote_code=False,
     )
     drop_tower(model)
     randomise(model.eval().requires_grad_(False), seed)

@@ -37,7 +37,10 @@ def without_marks(name: str) -> str:
 
 
 @contextmanager
-def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> Iterator[None]:
+def refusing_unused(
+    model: nn.Module,
+    canonical_name: Callable[[str], str],
+) -> Iterator[None]:
     """Raise UserError for a layer of `model` that has an adapter and is not called within this
     context.
     """
@@ -62,7 +65,10 @@ def refusing_unused(model: nn.Module, canonical_name: Callable[[str], str]) -> I
 
 
 def add_adapters(
-    model: nn.Module, lora: LoraSection | None, canonical_name: Callable[[str], str], seed: int
+    model: nn.Module,
+    lora: LoraSection | None,
+    canonical_name: Callable[[str], str],
+    seed: int,
 ) -> None:
     """Give the linear layers of `model` that `lora` names adapters that change nothing yet: B is
     zeros.
@@ -92,7 +98,10 @@ def add_adapters(
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
     transposed = any(type(layer) is Conv1D for layer in layers.values())
     described = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=pattern, fan_in_fan_out=transposed
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=pattern,
+        fan_in_fan_out=transposed,
     )
     with torch.random.fork_rng(devices=[]):  # what peft draws is drawn anew below
         inject_adapter_in_model(described, nn.ModuleList([model]))
@@ -101,7 +110,11 @@ def add_adapters(
     model.eval()
 
 
-def _draw(adapted: nn.Module, weight: torch.Tensor, key: str) -> None:
+def _draw(
+    adapted: nn.Module,
+    weight: torch.Tensor,
+    key: str,
+) -> None:
     """Set an adapter's start, a function of `key`, in the device and type of `weight`."""
     matrices = (adapted.lora_A[_PEFT_NAME], adapted.lora_B[_PEFT_NAME])
     starts = [torch.zeros(matrix.weight.shape) for matrix in matrices]

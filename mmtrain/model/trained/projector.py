@@ -23,7 +23,7 @@ from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.models import Models, models_of
 from mmtrain.model.trained.lora import generator_of
-from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_places
+from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.model.weights.projector_files import (
     KEY,
@@ -42,11 +42,15 @@ PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
-    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T
-    / f^2, f^2 W).
+    """Join `factor` x `factor` patches of a square grid, row by row: (N, T, W) -> (N, T / f^2, f^2
+    W).
     """
 
-    def __init__(self, factor: int, feature_first: bool = False) -> None:
+    def __init__(
+        self,
+        factor: int,
+        feature_first: bool = False,
+    ) -> None:
         super().__init__()
         self.factor = factor
         self.feature_first = feature_first
@@ -62,9 +66,7 @@ class PixelShuffle(nn.Module):
 
 
 class MeanPool(nn.Module):
-    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T /
-    f^2, D).
-    """
+    """Average `factor` x `factor` positions of a square grid: (N, T, D) -> (N, T / f^2, D)."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class MeanPool(nn.Module):
 
 
 class Swiglu(nn.Module):
-    """The first half of the features, times SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
+    """Multiply the first half of the features by SiLU of the second: (N, T, 2 F) -> (N, T, F)."""
 
     def forward(self, features: Tensor) -> Tensor:
         values, gates = features.chunk(2, dim=-1)
@@ -89,7 +91,12 @@ class Swiglu(nn.Module):
 class Gated(nn.Module):
     """down_proj(SiLU(gate_proj(x)) * up_proj(x)): (N, T, W) -> (N, T, D)."""
 
-    def __init__(self, inputs: int, inner: int, outputs: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        inner: int,
+        outputs: int,
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(inputs, inner, bias=False)
         self.up_proj = nn.Linear(inputs, inner, bias=False)
@@ -118,9 +125,10 @@ class Projector(nn.Module):
             elif isinstance(operation, connectors.Newline):
                 self.image_newline = nn.Parameter(torch.empty(operation.width))
             else:
-                name, module = _module(number, operation)
+                module = _module(operation)
+                kind = type(operation).__name__.lower()
                 self._branches[-1].append(module)
-                self._add(name, module)
+                self._add(getattr(operation, "name", f"{kind}_{number}"), module)
 
     def _add(self, name: str, module: nn.Module) -> None:
         owner = self
@@ -143,27 +151,30 @@ class Projector(nn.Module):
         return torch.cat(outputs, dim=-1)
 
 
-def _module(number: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
+def _module(operation: connectors.Operation) -> nn.Module:
     match operation:
         case connectors.Shuffle(factor, feature_first):
-            return f"shuffle_{number}", PixelShuffle(factor, feature_first)
+            return PixelShuffle(factor, feature_first)
         case connectors.Pool(factor):
-            return f"pool_{number}", MeanPool(factor)
-        case connectors.LayerNorm(name, width, eps):
-            return name, nn.LayerNorm(width, eps=eps)
-        case connectors.RmsNorm(name, width, eps):
-            return name, nn.RMSNorm(width, eps=eps)
-        case connectors.Linear(name, inputs, outputs, has_bias):
-            return name, nn.Linear(inputs, outputs, bias=has_bias)
+            return MeanPool(factor)
+        case connectors.LayerNorm(_, width, eps):
+            return nn.LayerNorm(width, eps=eps)
+        case connectors.RmsNorm(_, width, eps):
+            return nn.RMSNorm(width, eps=eps)
+        case connectors.Linear(_, inputs, outputs, has_bias):
+            return nn.Linear(inputs, outputs, bias=has_bias)
         case connectors.Gelu():
-            return f"gelu_{number}", nn.GELU()
+            return nn.GELU()
         case connectors.Swiglu():
-            return f"swiglu_{number}", Swiglu()
-        case connectors.Gated(name, inputs, inner, outputs):
-            return name, Gated(inputs, inner, outputs)
+            return Swiglu()
+        case connectors.Gated(_, inputs, inner, outputs):
+            return Gated(inputs, inner, outputs)
 
 
-def make_projector(operations: Sequence[connectors.Operation], seed: int) -> Projector:
+def make_projector(
+    operations: Sequence[connectors.Operation],
+    seed: int,
+) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and
     0.
 
@@ -234,7 +245,10 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     return tensors
 
 
-def read_projector(path: str, operations: Sequence[connectors.Operation]) -> dict[str, Tensor]:
+def read_projector(
+    path: str,
+    operations: Sequence[connectors.Operation],
+) -> dict[str, Tensor]:
     """Read a connector's tensors from `path`, in fp32, by the names of `make_projector`'s module.
 
     A newline may be lacking. Raises UserError for a path that holds none, damaged files, tensors of
@@ -280,7 +294,7 @@ def _read(files: ProjectorFiles) -> dict[str, Tensor]:
         return read_pickled(source)
     wanted = {name: (name, source) for name in files.shapes}
     if source.is_dir():
-        entries = tensor_places(source)
+        entries = tensor_entries(source)
         wanted = {name: entries[name] for name in files.shapes}
     try:
         lazy = open_tensors(wanted)

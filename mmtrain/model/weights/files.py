@@ -26,14 +26,15 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.model_files import read_json, tensor_shapes
 
+Entry = tuple[str, Path]  # a tensor's name on disk, and its safetensors file
 REFUSED_CALL = re.compile(
     r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)"
 )
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
-def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
-    """Map the name of every tensor in a model's folder to its place; raises what `tensor_shapes`
+def tensor_entries(folder: Path) -> dict[str, Entry]:
+    """Map the name of every tensor in a model's folder to its entry; raises what `tensor_shapes`
     raises.
     """
     shapes = tensor_shapes(folder)
@@ -49,15 +50,15 @@ def tensor_places(folder: Path) -> dict[str, tuple[str, Path]]:
     return {name: (name, folder / files[name]) for name in shapes}
 
 
-def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
-    """Open tensors lazily; each place is a name on disk and a safetensors file."""
-    opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
-    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
+def open_tensors(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Open tensors lazily."""
+    opened = {file: safe_open(file, framework="pt") for _, file in entries.values()}
+    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in entries.items()}
 
 
 def read_pickled(file: Path) -> dict[str, Tensor]:
-    """Read the named tensors of a file of torch.save, each alone in its storage, on the CPU;
-    nothing in it is executed.
+    """Read a torch.save file's named tensors, each alone in its storage, on the CPU; nothing in it
+    is executed.
 
     Raises UserError for a file that is missing, damaged, or anything but a dictionary of plain
     tensors.
@@ -67,22 +68,27 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
             zipped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         # guesses about files that are refused in a moment
         with warnings.catch_warnings(action="ignore"):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=zipped,
+            )
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     except Exception as error:
         # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
         raise _refusal(file, error) from None
-    more = UserError(f"{file}: holds more than named tensors. Give a state dict")
-    if not isinstance(content, dict):
-        raise more
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise more
+    pairs = content.items() if isinstance(content, dict) else [(None, content)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
+        raise UserError(f"{file}: holds more than named tensors. Give a state dict")
     return _alone(content, file)
 
 
-def _alone(content: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+def _alone(
+    content: Mapping[str, Tensor],
+    file: Path,
+) -> dict[str, Tensor]:
     """Give each tensor of a file its own storage; raises UserError for one that is not plain."""
     size = file.stat().st_size
     tensors = {}

@@ -1,5 +1,5 @@
-"""A tensor's fingerprint, by which two runs, or a run and its export, know that they hold the same
-weights.
+"""Fingerprint tensors, so that two runs, or a run and its export, can tell that their weights are
+equal.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ ROW_BYTES = 8192
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """SHA-256 over wrapping int64 sums of the tensor's bytes in rows of 8192, and over its shape
-    and dtype.
+    """Return a SHA-256 over wrapping int64 sums of the bytes in rows of 8192, and over shape and
+    dtype.
 
     Fifteen times as fast as hashing every byte (27 GB/s against 1.8 on one core), and only the sums
     leave a GPU.

@@ -39,14 +39,9 @@ from mmtrain.facts.connectors import (
     connector_parameters,
     refuse_other_settings,
 )
-from mmtrain.facts.model_files import (
-    Shape,
-    find_model_folder,
-    read_header,
-    read_json,
-    tensor_shapes,
-)
+from mmtrain.facts.model_files import find_model_folder, optional_json, read_header, tensor_shapes
 from mmtrain.facts.models import models_of
+from mmtrain.facts.settings import Shape
 from mmtrain.layouts.registry import LAYOUTS
 
 _log = logging.getLogger(__name__)
@@ -92,7 +87,10 @@ class ProjectorFiles:
     is_part: bool = False
 
 
-def find_projector(path: str, later: frozenset[Path] = frozenset()) -> ProjectorFiles:
+def find_projector(
+    path: str,
+    later: frozenset[Path] = frozenset(),
+) -> ProjectorFiles:
     """Find the projector that `path` names; of a run, that of the newest checkpoint that verifies.
 
     Raises UserError for a path that is not in the table above, for damaged files, for another kind
@@ -116,13 +114,14 @@ def find_projector(path: str, later: frozenset[Path] = frozenset()) -> Projector
         names = sorted(escape(entry.name) for entry in folder.iterdir())
         entries = ", ".join(names[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({entries}). {NEEDED}")
-    config_file = folder / "config.json"
-    if config_file.is_file():
-        refuse_other_settings(read_json(config_file), f"{KEY}: {path}")
+    refuse_other_settings(optional_json(folder), f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 
-def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+def local_names(
+    disk_names: Iterable[str],
+    source: str | Path,
+) -> dict[str, str]:
     """Map names in our module (`linear_1.weight`) to names on disk; raises UserError for none, or
     two for one.
     """
@@ -141,8 +140,8 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
 
 def as_matrix(shape: Sequence[int]) -> Shape:
-    """Return the shape of a tensor as a connector has it: GLM's convolution (D, W, 2, 2) is a
-    matrix (D, 4 W) here.
+    """Return a tensor's shape in a connector, where GLM's convolution (D, W, 2, 2) is a matrix (D,
+    4 W).
     """
     if len(shape) <= 2:
         return tuple(shape)
@@ -150,7 +149,9 @@ def as_matrix(shape: Sequence[int]) -> Shape:
 
 
 def refuse_unfit(
-    shapes: Mapping[str, Shape], operations: Sequence[Operation], source: str | Path
+    shapes: Mapping[str, Shape],
+    operations: Sequence[Operation],
+    source: str | Path,
 ) -> None:
     """Raise UserError unless `shapes`, by our module's names, are those of a connector; a newline
     may be lacking.
@@ -168,7 +169,13 @@ def refuse_unfit(
         blocks = {name.split(".")[1] for name in shapes if name.startswith("deepstack.")}
         for kind in CONNECTORS:
             section = ProjectorSection(type=kind)
-            other = connector(section, 1, 2, NEWLINE in shapes, deepstack=len(blocks))
+            other = connector(
+                section,
+                1,
+                2,
+                NEWLINE in shapes,
+                deepstack=len(blocks),
+            )
             if shapes.keys() == _shapes_of(other).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {kind} projector. "
@@ -195,8 +202,8 @@ def refuse_unfit(
 
 
 def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
-    """Before a rank starts, raise UserError for a projector to begin with that is not there or does
-    not fit `run`.
+    """Raise UserError, before a rank starts, for a `model.projector.init_from` that is missing or
+    does not fit `run`.
     """
     path = config.model.projector.init_from
     if path is None:
@@ -234,7 +241,10 @@ def _in_file(file: Path, later: frozenset[Path]) -> ProjectorFiles:
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
 
 
-def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorFiles:
+def _in_checkpoint(
+    checkpoint: StepFolder,
+    later: frozenset[Path],
+) -> ProjectorFiles:
     file = checkpoint.tensors_file
     folder = checkpoint.path.resolve()
     if not checkpoint.frozen_projector:
@@ -250,12 +260,17 @@ def _in_checkpoint(checkpoint: StepFolder, later: frozenset[Path]) -> ProjectorF
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 
-def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+def _projector_alone(
+    shapes: Mapping[str, Shape],
+    source: str | Path,
+) -> dict[str, Shape]:
     return {name: shapes[name] for name in local_names(shapes, source).values()}
 
 
 def _local_name(name: str) -> str | None:
-    """Name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep theirs."""
+    """Return the name in our module of a projector's tensor on disk; unknown ones of LLaVA's keep
+    theirs.
+    """
     match = DISK_NAME.fullmatch(name)
     if match is None:
         return None

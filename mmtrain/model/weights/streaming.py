@@ -59,7 +59,7 @@ class Source:
 
 
 class SideStream:
-    """A GPU's stream for what fills buffers beside computing; on a CPU the caller fills them
+    """A GPU's stream on which buffers are filled beside computing; on a CPU the caller fills them
     itself.
     """
 
@@ -101,7 +101,11 @@ class StreamedLayer:
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
         with room():
-            self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+            self.buffer = torch.empty(
+                self.bytes,
+                dtype=torch.uint8,
+                device=source.device,
+            )
         for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
             home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())
@@ -150,12 +154,20 @@ class StreamedLayers:
             return nullcontext()
         return torch.cuda.use_mem_pool(self._pool, self.source.device)
 
-    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(
+        self,
+        number: int,
+        forward: Callable[..., Any],
+    ) -> Callable[..., Any]:
         """Wrap a layer's forward so that the layer is whole for it and for its backward."""
         return functools.partial(self._forward, number, forward)
 
     def _forward(
-        self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any
+        self,
+        number: int,
+        forward: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         self._use(number)
         output = forward(*arguments, **options)
@@ -177,8 +189,8 @@ class StreamedLayers:
             self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
-        """End the list, or what ran without one: no layer is whole any more; RuntimeError if any
-        were not used.
+        """End the list, or a use without one, and release all layers. Raises RuntimeError for uses
+        that are left.
         """
         unused = list(self._uses or ())
         self._uses = None

@@ -31,11 +31,15 @@ HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
 class PeerSource(Source):
-    """Each rank of a process group keeps an equal part of every layer, on its device."""
+    """A store on devices: each rank of a process group keeps an equal part of every layer."""
 
     name = "peers"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         super().__init__(device)
         self._group = group
         self._rank = dist.get_rank(group)
@@ -51,13 +55,16 @@ class PeerSource(Source):
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return dist.all_gather_into_tensor(
-            layer.buffer, layer.kept, group=self._group, async_op=True
+            layer.buffer,
+            layer.kept,
+            group=self._group,
+            async_op=True,
         ).wait
 
 
 class HostSource(Source):
-    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on
-    one machine.
+    """A store in host memory of all bytes of every layer, one for all ranks of `group` on a
+    machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None:
     this rank alone.
@@ -65,7 +72,11 @@ class HostSource(Source):
 
     name = "host"
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(device)
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
@@ -77,8 +88,8 @@ class HostSource(Source):
             self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
     def keep(self, layer: StreamedLayer) -> Tensor:
-        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock
-        it.
+        """Copy the layer to the host. Raises UserError for too little memory, or a driver that
+        cannot lock it.
         """
         if self._group is None:
             kept = _filled(_memory_file(layer.bytes), layer)
@@ -170,8 +181,8 @@ def _mapped(process: int, file: int, size: int) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A parameter that is kept: codes (uint8) and bitsandbytes' description of them, or, without
-    that, itself.
+    """A kept parameter: codes (uint8) with bitsandbytes' `state`, or the parameter itself without
+    one.
     """
 
     codes: Tensor
@@ -179,15 +190,19 @@ class Codes(NamedTuple):
 
 
 class QuantisedSource(Source):
-    """Each rank keeps its streamed layers in fewer bits on its device; a fetch dequantises, to the
-    LLM's type.
+    """A store of a rank's layers in fewer bits on its device; a fetch dequantises, to the LLM's
+    type.
 
     No module is exchanged, so that whatever a family does with a weight works, fused experts too.
     """
 
     is_exact = False
 
-    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
+    def __init__(
+        self,
+        quantisation: Quantisation,
+        device: torch.device,
+    ) -> None:
         import bitsandbytes.functional  # an extra, and it takes a second
 
         super().__init__(device)
@@ -205,7 +220,11 @@ class QuantisedSource(Source):
         weight = parameter.detach()
         block = BLOCK[self.quantisation]
         if self.quantisation == "nf4":
-            made = self._library.quantize_4bit(weight, blocksize=block, quant_type="nf4")
+            made = self._library.quantize_4bit(
+                weight,
+                blocksize=block,
+                quant_type="nf4",
+            )
         else:
             made = self._library.quantize_blockwise(weight, blocksize=block)
         return Codes(*made)

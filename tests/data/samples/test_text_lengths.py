@@ -7,6 +7,7 @@ import pickle
 import shutil
 
 import pytest
+from json_files import read_json
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Sample, Tokenization
@@ -43,7 +44,7 @@ def test_another_process_can_be_given_a_counter(template):
     count = TextCounter(Tokenization("demo:llm", template))
     given = pickle.loads(pickle.dumps(count))
     sample = Sample("a", "s.tar", (("human", "<image>\nWhat?"), ("gpt", "A red two.")), (b"",))
-    assert given(sample) == count(sample) > 3 and given.fingerprint == count.fingerprint
+    assert given(sample) == count(sample) > 3 and given.how == count.how
 
 
 def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
@@ -57,7 +58,7 @@ def test_a_tokenizers_longest_text_that_is_no_number_is_refused_by_the_file(tiny
     """It was a TypeError while shards were indexed."""
     folder = shutil.copytree(tiny / "llm", tmp_path / "llm")
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "4096"}))
+    file.write_text(json.dumps(read_json(file) | {"model_max_length": "4096"}))
     with pytest.raises(UserError, match=f"^{file} says model_max_length '4096'"):
         TextCounter(Tokenization(str(folder), "plain"))
 

@@ -29,9 +29,7 @@ PROMPT = "What is it?"
 JPEG = picture(6, 4, "JPEG")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def answer(number: int) -> str:

@@ -28,9 +28,7 @@ from mmtrain.facts.tokenizer_files import text_fingerprint
 BYTES = 4096  # of the tar
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -20,18 +20,13 @@ from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 LLM = "demo:llm"
 PNG = picture(5, 4)
 PLAIN = Tokenization(LLM, "plain")
 CHAT = Tokenization(LLM, "chat")
 FINGERPRINTS = {how.template: how.fingerprint for how in (PLAIN, CHAT)}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def samples(seed: int, count: int = 12) -> list[tuple[str, bytes, list[bytes]]]:

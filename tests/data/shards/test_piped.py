@@ -7,10 +7,7 @@ import pytest
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.shard_list import expand_shards
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

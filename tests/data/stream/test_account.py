@@ -3,10 +3,10 @@ same in real runs).
 """
 
 import itertools
-import json
 import tarfile
 
 import pytest
+from json_files import read_lines
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -49,7 +49,7 @@ def test_an_epoch_that_ends_within_a_step_is_closed_with_that_step(tiny, tmp_pat
     assert logged == [f"epoch {epoch} is complete: 96 samples read: 96 trained" for epoch in (0, 1)]
     (rest,) = account.finish(steps)
     assert (rest["epoch"], rest["complete"], rest["packs"]) == (2, False, 5 * steps - packs[2])
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "samples.jsonl")
     assert sum(len(line["keys"]) for line in lines) == 2 * 96 + rest["trained"]
 
 

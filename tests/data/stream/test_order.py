@@ -1,11 +1,10 @@
 import itertools
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from processes import ran_python
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.order import (
@@ -207,13 +206,11 @@ def test_a_windows_packs_are_those_of_best_fit_in_another_order():
 def test_the_order_is_frozen_and_does_not_depend_on_the_process():
     expected = "d369a9719d2d14c2e4eda467d1bab500bd196a652f48371b14f6fea488807ff9 1137 9 3"
     for hash_seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", PLAN_OF_A_FRESH_PROCESS],
+        ran = ran_python(
+            "-c",
+            PLAN_OF_A_FRESH_PROCESS,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
             check=True,
-            timeout=60,
         )
         assert ran.stdout.strip() == expected, (
             "resumed runs would train other samples than they claim"

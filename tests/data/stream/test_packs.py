@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from gpu_ranks import run_gpu_ranks
+from json_files import read_json
 from PIL import Image
 
 from mmtrain.config.load import load_config
@@ -36,7 +37,7 @@ def gap(length: int) -> Gap:
 
 def batch_of(*packs: tuple[Document | Gap, ...], length: int = 10, decode=None):
     return make_batch(
-        [Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, 0, decode or no_image
+        [Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, decode or no_image
     )
 
 
@@ -169,7 +170,7 @@ def test_padding_has_a_row_of_the_embedding_whatever_ends_a_text(tiny, llm_with)
     tokens = tuple(f"<more{number}>" for number in range(99))
     llm = llm_with("{% for m in messages %}{{ m.content }} {% endfor %}", tokens)
     settings = llm / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": tokens[-1]}))
+    settings.write_text(json.dumps({**read_json(settings), "eos_token": tokens[-1]}))
     processor = Processor(
         load_config(tiny / "config.yaml", [f"model.llm.path={llm}", "data.template=llava_v1"])
     )

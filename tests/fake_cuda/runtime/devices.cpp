@@ -288,6 +288,7 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(
 
 EXPORTED int nvmlInit() { return 0; }  // torch's name
 EXPORTED int nvmlInit_v2() { return 0; }
+EXPORTED int nvmlInitWithFlags(unsigned) { return 0; }  // nvidia-ml-py's
 EXPORTED int nvmlDeviceGetCount_v2(int* count) {
     *count = fake::device_count();
     return 0;

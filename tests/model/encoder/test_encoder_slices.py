@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json
 from safetensors.torch import load_file
 from scenes import as_batch, images, make_config, make_document, perturb
 from stock_encoders import ENCODERS, TEXT
@@ -162,7 +163,7 @@ def test_every_slice_refuses_an_encoder_that_its_folder_has_fewer_blocks_of(tmp_
         PerceptionLMConfig(vision_config=WRAPPED, text_config=text_config)
     )
     whole.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
+    content = read_json(tmp_path / "config.json")
     del content["vision_config"]["model_args"]["depth"]
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"lacks .* of the encoder's tensors"):
@@ -235,11 +236,6 @@ def test_stages_with_slices_make_the_features_of_the_whole_encoder_and_have_its_
         assert held == set(fingerprints.values())
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def probed(tmp_path: Path, name: object, **settings) -> None:
     config = make_config(tmp_path, model__vision={"name": str(name), **settings})
     probe_encoder(models_of(config))
@@ -268,7 +264,7 @@ def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices
     encoder, tmp_path, own_cache
 ):
     folder = shutil.copytree(encoder("vit_timm"), tmp_path / "huge")
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     content["model_args"]["embed_dim"] = 12288
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(

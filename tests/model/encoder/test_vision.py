@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 from functools import cache, partial
@@ -6,6 +5,7 @@ from functools import cache, partial
 import pytest
 import timm
 import torch
+from json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
 from stock_encoders import DINO_SIZES, ENCODERS
@@ -182,7 +182,7 @@ def test_rotary_tables_stay_unrounded_in_bfloat16(tmp_path, architecture):
     assert tables and not set(tables) & set(stock.state_dict())
     facts = {"input_size": [3, 28, 28], "num_classes": 0}
     config = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": facts}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     save_file(stock.state_dict(), tmp_path / "model.safetensors")
     tower = load_vision(str(tmp_path), -2, torch.bfloat16)
     for name, table in tower.model.named_buffers():
@@ -229,10 +229,10 @@ def test_incomplete_weights_are_refused_instead_of_filled_at_random(hf_folder, t
 @pytest.mark.parametrize("kind", sweep(ENCODERS, DAILY))
 def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folder, tmp_path, kind):
     source, folder = hf_folder(kind), shutil.copytree(hf_folder(kind), tmp_path / kind)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     inner = config.get("vision_config", config)
     inner["_attn_implementation"] = config["_attn_implementation"] = "kernels-community/flash-attn"
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     expected = load_vision(str(source), -2, torch.float32)(images(28))
     assert torch.equal(load_vision(str(folder), -2, torch.float32)(images(28)), expected)
 
@@ -246,8 +246,8 @@ def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folder, tmp_path, 
 )
 def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folder, tmp_path, change):
     folder = shutil.copytree(hf_folder("clip_vision"), tmp_path / "clip")
-    config = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(config))
+    config = read_json(folder / "config.json") | change
+    write_json(folder / "config.json", config)
     with pytest.raises(UserError, match=f"{folder} cannot be used"):
         load_vision(str(folder), -2, torch.float32)
 
@@ -255,8 +255,8 @@ def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folder, tmp_pa
 @pytest.mark.parametrize("arguments", [{"act_layer": "os.system"}, {"no_such_argument": 1}])
 def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
     folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["model_args"] = config.get("model_args", {}) | arguments
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     with pytest.raises(UserError, match=f"{folder} cannot be used"):
         load_vision(str(folder), -2, torch.float32)

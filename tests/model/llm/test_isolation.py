@@ -43,7 +43,7 @@ def batch_of(lengths: tuple[int, ...], draw: torch.Generator):
         for _ in range(2)
     ]
     packs = [Pack(tuple(rows[0])), Pack(tuple(reversed(rows[1])))]
-    return make_batch(packs, PACK_LENGTH, 0, decode=lambda *_: torch.zeros(1, 3, 2, 2))
+    return make_batch(packs, PACK_LENGTH, decode=lambda *_: torch.zeros(1, 3, 2, 2))
 
 
 @pytest.fixture(scope="module", params=sweep(FAMILIES, ("llama", "gpt_oss")))

@@ -4,13 +4,13 @@ import gc
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json, write_json
+from processes import ran_python
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -223,8 +223,7 @@ def test_a_rank_takes_memory_for_its_slice_and_of_streamed_layers_for_one(tmp_pa
         watching.join()
         print(json.dumps([own, peak - before, memory("RssAnon") - before, len(streamed.layers)]))
     """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = ran_python("-c", script, tmp_path, check=True)
     (tmp_path / "model.safetensors").unlink()
     own, peak, kept, layers = json.loads(done.stdout.splitlines()[-1])
     assert layers == 8 and layer > 30 * 2**20
@@ -246,14 +245,14 @@ def test_a_head_that_a_multimodal_class_ties_and_the_llms_own_does_not_is_the_em
     }
     del inside["lm_head.weight"]
     save_file(inside, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    text = json.loads((tmp_path / "config.json").read_text())
+    text = read_json(tmp_path / "config.json")
     whole = {
         "model_type": "lfm2_vl",
         "tie_word_embeddings": True,
         "vision_config": {},
         "text_config": text,
     }
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    write_json(tmp_path / "config.json", whole)
     part = load_decoder_layers(str(tmp_path), 0, 2, embedding=True, head=True, dtype=torch.float32)
     assert torch.equal(part.head_parameters()[0], stored["model.embed_tokens.weight"])
 
@@ -285,17 +284,17 @@ def load(path: Path | str) -> DecoderLayers:
 
 def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", config | {"intermediate_size": 56})
     with pytest.raises(UserError, match=r"do not fit config\.json.*mismatched_keys"):
         load(tmp_path)
     without = {key: value for key, value in config.items() if key != "num_hidden_layers"}
-    (tmp_path / "config.json").write_text(json.dumps(without))
+    write_json(tmp_path / "config.json", without)
     with pytest.raises(
         UserError, match="transformers builds 32 decoder layers, but the weights have"
     ):
         load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -321,8 +320,8 @@ def test_weights_that_do_not_fit_are_refused_with_what_to_do(folder, tmp_path):
     ids=lambda value: value.get("model_type", "quantised") if isinstance(value, dict) else "",
 )
 def test_models_that_cannot_be_sliced_are_refused_by_name(folder, tmp_path, change, message):
-    config = json.loads((folder / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = read_json(folder / "config.json") | change
+    write_json(tmp_path / "config.json", config)
     with pytest.raises(UserError, match=message):
         load(tmp_path)
 
