@@ -115,7 +115,7 @@ class Block:
         """The other side of a matrix between `width` and something else, as far as a token passes
         it.
         """
-        passed: float = parameter.numel
+        passed = parameter.numel
         if ".experts." in parameter.name and self.experts_per_token:
             passed *= self.experts_per_token / self.experts
         return passed / self.width
@@ -161,9 +161,9 @@ class Mixer:
         convolved = 2 * channels * width * tokens * (1 + (width - 1) / document)
         kept = _CONVOLVED * size * channels
         decay = self.shapes.get("A_log")
-        scan: list[Part] = []
+        scan = []
         if decay is None:  # a short convolution; its gates are products with it
-            saved: float = kept + 2 * size * channels
+            saved = kept + 2 * size * channels
         elif len(decay) == 2:  # Mamba: token by token
             states = math.prod(decay)
             convolved += 2 * states * tokens
@@ -311,7 +311,7 @@ def block_parts(
     query = block.heads * block.head_dim
     key = block.kv_heads * block.head_dim
     mixer = block.mixer
-    parts: list[Part] = []
+    parts = []
     if mixer is not None:
         parts += mixer.parts(block, size, tokens, document)
     if block.attends:
@@ -422,7 +422,7 @@ class _BlockParts:
             copies = max(1, block.experts_per_token)
         is_out = sublayer in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
         if is_a or sublayer == Sublayer.PROJECT_LATENT:
-            reads: float = parameter.shape[-1]
+            reads = parameter.shape[-1]
         elif not is_out:
             reads = block.width * copies
         elif in_mixer:

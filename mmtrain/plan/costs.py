@@ -432,7 +432,7 @@ class _LayerCosts:
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at slots 0, 1, 2, ...; all in fp32."""
-        parts: list[Part] = []
+        parts = []
         for slot, (operation, rows) in enumerate(self.connector_rows()):
             own = operation.shapes()
             trained = [name for name in own if f"projector.{name}" in self.trained]
@@ -621,8 +621,8 @@ def _encoder_parts(
     """Yield parts and whether they are a block: patches and positions, each block, the norm behind
     them.
     """
-    stem: list[Part] = []
-    norm: list[Part] = []
+    stem = []
+    norm = []
     patches = work.tiles * vision.patches_per_image
     rows = work.tiles * vision.features_per_image
     blocks: dict[int, tuple[str, list[ParameterShape]]] = {}

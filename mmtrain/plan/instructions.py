@@ -215,7 +215,7 @@ def all_steps(schedule: Schedule) -> list[Step]:
     these the deepest stage, so that few messages wait. Raises ValueError where no rank can go on.
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
-    order: list[Step] = []
+    order = []
     sent: set[Message | None] = {None}
     waiting: dict[int, Step] = {}  # what each rank does next
 
@@ -316,8 +316,8 @@ def uses_of(
 
 def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
     """Return pairs of each used layer and the next other one, fetched while the first computes."""
-    following: int | None = None
-    pairs: list[tuple[int, int | None]] = []
+    following = None
+    pairs = []
     for i in range(len(uses) - 1, -1, -1):
         if i + 1 < len(uses) and uses[i + 1] != uses[i]:
             following = uses[i + 1]
@@ -330,7 +330,7 @@ def fetches_of(uses: Sequence[int]) -> list[int]:
     after them.
     """
     whole: tuple[int | None, ...] = (None,)
-    fetches: list[int] = []
+    fetches = []
     for layer, following in with_following(uses):
         if layer not in whole:
             fetches.append(layer)

@@ -72,7 +72,7 @@ def placements(
         if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
             bounds[filled] = least
 
-    leading: list[Chain] = []
+    leading = []
     if len(chain) > 1:  # the plain schedule has the whole encoder on rank 0
         leads = {microbatches}
         if len(seconds.forward) == len(schedule):
@@ -221,7 +221,7 @@ def _fill(
         if rank:
             messages += seconds.features.receive
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
-    forwards: list[float] = []  # begins of stage 0's, by micro-batch
+    forwards = []  # begins of stage 0's, by micro-batch
     first_forward = seconds.forward[0] + seconds.features.receive
     others = replace(_without_encoder(seconds), forward=(first_forward, *seconds.forward[1:]))
 

@@ -320,7 +320,7 @@ def does_not_fit(parallel: ParallelSection, search: Search, limit: int | None) -
     stages_per_rank = 1
     if parallel.stages_per_rank != "auto":
         stages_per_rank = parallel.stages_per_rank
-    given: Cut | None = None
+    given = None
     need = "the nearest cut needs"
     if parallel.boundaries is not None:
         given = given_cut(parallel.boundaries, search.costs)

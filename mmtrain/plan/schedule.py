@@ -124,7 +124,7 @@ def _all_in_groups(
     """Each rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches,
     stage by stage.
     """
-    orders: list[list[Instruction]] = []
+    orders = []
     for rank in range(pipeline):
         stages_here = [stage for stage in range(rank, stages, pipeline) if stage >= first]
         if op is Op.BACKWARD:
@@ -249,7 +249,7 @@ def _with_encodes(
     merged = [*orders]
     for rank in ranks_of(chain):
         encodes = chain[rank]
-        result: list[Instruction] = []
+        result = []
         encoded = encodes.ahead
         for compute, count in zip([*orders[rank], None], encodes.before, strict=True):
             result += [Instruction(Op.ENCODE, rank, encoded + i) for i in range(count)]
@@ -321,7 +321,7 @@ def _with_messages(
     for rank, order in enumerate(orders):
         computes = [x for x in order if x.op in COMPUTES]
         begun = 0
-        instructions: list[Instruction] = []
+        instructions = []
         to_load = deque(x.microbatch for x in order if x.op is Op.ENCODE and rank == 0)
         if len(chain) > 1 and to_load:
             instructions.append(Instruction(Op.LOAD, 0, to_load.popleft()))

@@ -94,7 +94,7 @@ class Search:
         else:
             counts = (stages_per_rank,)
         cuts: dict[int, list[Cut]] = {count: [] for count in counts}
-        best: PipelineLayout | None = None
+        best = None
         if self.encoder_ranks in ("auto", (0,)):
             best = self._best(cuts, self._shares_on_rank_0(), self._on_rank_0, None)
         if self.encoder_ranks != (0,):
@@ -125,7 +125,7 @@ class Search:
         """Equal slices in idle slots; if the config names rank 0 among others, also all of them
         there (7% in one).
         """
-        shares: list[EncoderShare] = []
+        shares = []
         holders: Sequence[int] = range(self.pipeline)
         if self.encoder_ranks != "auto":
             holders = self.encoder_ranks
@@ -150,7 +150,7 @@ class Search:
         A layout must also save SLICES_GAIN of `on_rank_0`, or STAGE_GAIN if that has fewer stages a
         rank. Tried cuts are added to `cuts`, by their number of stages a rank.
         """
-        best: PipelineLayout | None = None
+        best = None
         for count, candidates in cuts.items():
             limit = self._to_beat(best, STAGE_GAIN)
             if on_rank_0 is not None:
@@ -176,7 +176,7 @@ class Search:
         limit: float,
     ) -> PipelineLayout | None:
         """Return the fastest layout of these cuts that takes less than `limit` seconds."""
-        best: PipelineLayout | None = None
+        best = None
         # A lower bound: the encoder takes no time of any rank, if that is possible.
         encode = 0.0 if self.costs.encodes_anywhere else self.costs.timings.encode
         nothing = EncoderShare(encode, (0,) * self.pipeline)
@@ -336,7 +336,7 @@ class Search:
         """
         plain, ranks = self.cuts.placed(cut, slices)
         chain = chain_of_slices(slices)
-        best: PipelineLayout | None = None
+        best = None
         if len(chain) == 1:
             immediate = self.plain(cut)
             if self.fits(immediate) and immediate.simulation.seconds < limit:

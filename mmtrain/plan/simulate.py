@@ -164,7 +164,7 @@ def simulate(
     # a message is posted by one side, then arrives; the last: no message
     when = [0.0] * (len(program.messages) + 1)
     channel_free = [0.0] * len(program.channels)
-    history: list[TimeSpan] = []
+    history = []
 
     for does, rank, kind, message, channel, step in program.steps:
         begin = clock[rank]

@@ -417,7 +417,7 @@ class StageCosts:
 
         Exact if recomputing more layers never asks for streaming more.
         """
-        best: RankCost | None = None
+        best = None
         streamed = most
         for recomputed in recompute:
             # two buffers may take more than one or two streamed layers save
@@ -534,7 +534,7 @@ def streaming_of(parallel: ParallelSection, quantisation: Quantisation | None) -
     shards = 1
     if parallel.stream_from == "peers":
         shards = parallel.weight_shards or parallel.data
-    host_bytes: int | None = None
+    host_bytes = None
     if parallel.host_memory_gib is not None:
         host_bytes = int(parallel.host_memory_gib * 2**30)
     layers = _of_ranks(parallel.streamed_layers, parallel.pipeline)

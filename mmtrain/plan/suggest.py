@@ -362,7 +362,7 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
         if devices // data <= decoder_layers + 2 and data <= MOST_REPLICAS:
             sizes.append((devices // data, data))
 
-    layouts: list[Changes] = []
+    layouts = []
     for pipeline, data in sizes:
         its_packs = _packs(config.train, config.data.pack_length, pipeline, data)
         for packs, where in itertools.product(its_packs, _where_layers_are_kept(config, data)):
