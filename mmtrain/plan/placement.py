@@ -102,7 +102,7 @@ class _Slice:
     first: int  # number of encodes before the first compute in any case
     before: list[int] = field(default_factory=list)  # number of encodes before each compute
     begins: list[float] = field(default_factory=list)  # of each encode
-    compute: tuple[Step, float] | None = None  # the latest one, and when it begins
+    compute: tuple[Step, float] = field(init=False)  # the latest one, and when it begins
 
     def encode(self, count: int, now: float) -> float:
         self.before.append(count)

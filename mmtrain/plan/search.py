@@ -344,8 +344,11 @@ class Search:
                 limit = self._to_beat(best, GAIN)
             if not self.costs.encodes_anywhere or self.costs.timings.encode == 0:
                 return best
-        elif self.cuts.overflow(ranks) or self._least_seconds(ranks) >= limit:
-            return None
+        else:
+            busiest = max(rank.seconds for rank in ranks)
+            least = self.microbatches * busiest + self.costs.timings.end
+            if least >= limit or self.cuts.overflow(ranks):
+                return None
 
         seconds = self._stage_seconds(ranks, slices)
         tried = 0
@@ -361,9 +364,6 @@ class Search:
                 limit = self._to_beat(best, GAIN)
                 enough = enough or option.ahead > 0
         return best
-
-    def _least_seconds(self, ranks: Sequence[RankCost]) -> float:
-        return self.microbatches * max(rank.seconds for rank in ranks) + self.costs.timings.end
 
     def _built(
         self,
