@@ -317,6 +317,7 @@ class _LayerCosts:
         flops, kept = total(parts, kind.input_gradient)
         needed, _ = total(parts, kind.input_gradient, with_waste=False)
         made = total(parts, True)[1]  # bytes that a recomputed layer holds in its backward
+
         # The widest moment: inner features of the MLP two to four times (gate, up, product, or
         # their gradients), and the residual stream with its normed copy and gradients.
         widest = forward = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
@@ -328,6 +329,7 @@ class _LayerCosts:
             needed_flops=needed,
             kept_bytes_recomputing=min(kept, round(size * llm.hidden_size * work.tokens)),
         )
+
         own = [p for p in parameters if not is_adapter(p.name)]
         # where an update would have to go back is not built
         if any(p.name in self.trained for p in own):
@@ -484,6 +486,7 @@ class _LayerCosts:
                 parts.append(
                     Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
                 )
+
         flops, saved = total(parts, upstream)
         # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a
         # trained head's gradient.

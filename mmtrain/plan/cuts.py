@@ -109,6 +109,7 @@ def even_cut(
                         best = slowest, begin
             row[end] = best
         rows.append(row)
+
     borders = [layers]
     for row in reversed(rows[1:]):
         borders.append(row[borders[-1]][1])

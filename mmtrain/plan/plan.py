@@ -267,6 +267,7 @@ def render(plan: Plan) -> list[str]:
             rows.append([number, stage.stage, layers, *cells])
             number = ""
             cells = []
+
     columns = (
         ">rank",
         ">stage",
@@ -329,6 +330,7 @@ def _run(plan: Plan) -> Iterator[str]:
         f"{counted(plan.packs_per_microbatch, 'pack')} of "
         f"{counted(plan.pack_length, 'token')}; {limit}"
     )
+
     image = plan.image
     if image is not None:
         tiles = f"{image.tiles:g} tiles and "
@@ -342,6 +344,7 @@ def _run(plan: Plan) -> Iterator[str]:
         if not image.fits:
             text += "; a sample with one that large fits into no pack (data.overlong)"
         yield text
+
     rates = []
     for group in plan.groups:
         rate = f"{group.name} {group.lr:g}"
@@ -382,6 +385,7 @@ def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         f"{slowest.work_share:.1%} of the work; idle {plan.idle_share:.1%}"
     )
     yield f"costs: {costs}"
+
     yield from _prefetch(plan, replica)
     if plan.streaming is not None:
         yield from _fetches(plan, plan.streaming, max(replica, key=lambda rank: rank.fetched_bytes))

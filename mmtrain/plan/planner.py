@@ -111,6 +111,7 @@ def _plan(
         ranks.append(replace(rank, rank=rank.pipeline * replicas + number, data=number))
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, model.trainable, costs.costs.work).total * microbatches
+
     return Plan(
         run=config.run.name,
         llm=model.llm.path,

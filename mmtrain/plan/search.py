@@ -385,6 +385,7 @@ class Search:
             chain,
         )
         walked = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+
         changed = []
         for rank, (moments, cost, blocks) in enumerate(zip(walked, ranks, slices, strict=True)):
             ranges = ranges_of(cut, rank, self.pipeline)
@@ -398,6 +399,7 @@ class Search:
             if not self.costs.fits(now):
                 now = self.costs.fitted(rank, ranges, moments, blocks)
             changed.append(now)
+
         seconds = self.cuts.stage_seconds(changed, seconds.encode)
         simulation = simulate(Program(schedule), seconds)
         return PipelineLayout(
@@ -474,6 +476,7 @@ def _with_least_layers(costs: StageCosts) -> StageCosts:
             min(x.backward for x in seconds),
             min(x.recomputing for x in seconds),
         )
+
     front = replace(front, trainable_names=("anything",))  # so that all layers may recompute
     run = replace(
         costs.costs,

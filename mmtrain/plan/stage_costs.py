@@ -201,6 +201,7 @@ class StageCosts:
         self.usable_bytes: float = math.inf
         if setting.memory_bytes is not None:
             self.usable_bytes = math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
+
         encoder = costs.encoder
         self.buffers = Buffers(
             costs.hidden_bytes,
@@ -210,10 +211,12 @@ class StageCosts:
             encoder.pixel_bytes,
             encoder.hidden_bytes,
         )
+
         self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
             continues = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if continues else i)
+
         self.stage = functools.cache(self._stage)
         self._held = functools.cache(self._find_held)
         self._streamed = functools.cache(self._find_streamed)
@@ -297,6 +300,7 @@ class StageCosts:
         kept = 0
         if costs.keeps_input and begin > self.first_trainable:
             kept = costs.hidden_bytes
+
         most_forward = most_backward = 0
         for i, (cost, seconds) in enumerate(
             zip(self.layers_of(begin, end), seconds_of, strict=True), begin
@@ -313,6 +317,7 @@ class StageCosts:
                 kept += cost.kept_bytes
                 most_forward = max(most_forward, kept + cost.forward_working_bytes)
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
+
         if not runs_backward:
             most_backward = 0
         stage = StageCost(forward, backward, StageBytes(kept, most_forward, most_backward))
