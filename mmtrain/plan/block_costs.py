@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from mmtrain.base.errors import UserError
@@ -41,7 +41,9 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
-            self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad
+            self.forward + other.forward,
+            self.dgrad + other.dgrad,
+            self.wgrad + other.wgrad,
         )
 
     def __mul__(self, times: int) -> Flops:
@@ -113,7 +115,7 @@ class Block:
         """The other side of a matrix between `width` and something else, as far as a token passes
         it.
         """
-        passed: float = parameter.numel
+        passed = parameter.numel
         if ".experts." in parameter.name and self.experts_per_token:
             passed *= self.experts_per_token / self.experts
         return passed / self.width
@@ -159,9 +161,9 @@ class Mixer:
         convolved = 2 * channels * width * tokens * (1 + (width - 1) / document)
         kept = _CONVOLVED * size * channels
         decay = self.shapes.get("A_log")
-        scan: list[Part] = []
+        scan = []
         if decay is None:  # a short convolution; its gates are products with it
-            saved: float = kept + 2 * size * channels
+            saved = kept + 2 * size * channels
         elif len(decay) == 2:  # Mamba: token by token
             states = math.prod(decay)
             convolved += 2 * states * tokens
@@ -172,7 +174,12 @@ class Mixer:
         return [Part(Sublayer.ATTENTION, convolved, saved_for_dgrad=saved * tokens), *scan]
 
     def _chunked(
-        self, block: Block, size: int, kept: int, tokens: float, document: float
+        self,
+        block: Block,
+        size: int,
+        kept: int,
+        tokens: float,
+        document: float,
     ) -> tuple[float, float, float]:
         """Return FLOPs, their factor for an input gradient, and bytes kept of a token, by a mixer
         that works chunk by chunk.
@@ -262,7 +269,12 @@ def keys_seen(document: float, last: float, window: int | None) -> float:
     return (seen(document) - seen(document - last)) / last
 
 
-def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> tuple[Flops, int]:
+def total(
+    parts: Sequence[Part],
+    upstream: bool,
+    *,
+    with_waste: bool = True,
+) -> tuple[Flops, int]:
     """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer
     trains.
     """
@@ -298,54 +310,49 @@ def block_parts(
     """
     query = block.heads * block.head_dim
     key = block.kv_heads * block.head_dim
-    made = _BlockParts(block, trained, size, tokens, rows, query / (query + 2 * key))
-    if made.mixer is not None:
-        made.parts += made.mixer.parts(block, size, tokens, document)
+    mixer = block.mixer
+    parts = []
+    if mixer is not None:
+        parts += mixer.parts(block, size, tokens, document)
     if block.attends:
         # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no
         # scores
         saved = size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows
         # scores, and values weighted by them
         flops = 4 * query * context * rows
-        made.parts.append(Part(Sublayer.ATTENTION, flops, 2.0, saved_for_dgrad=saved))
+        parts.append(Part(Sublayer.ATTENTION, flops, 2.0, saved_for_dgrad=saved))
+    query_share = query / (query + 2 * key)
+    made = _BlockParts(block, mixer, trained, size, tokens, rows, query_share, parts)
     for parameter in block.parameters:
         made.add(parameter)
 
     for (sublayer, elements, seen, _), is_trained in made.shared_inputs.items():
         saved = seen * size * elements
-        made.parts.append(Part(sublayer, trained=is_trained, saved_for_wgrad=saved))
+        parts.append(Part(sublayer, trained=is_trained, saved_for_wgrad=saved))
     for mlp in made.mlps.values():
         kept = mlp[Sublayer.MLP_IN]
         # gate and up against down: the activated gate is kept too, for the product
         if kept > 1.5 * mlp[Sublayer.MLP_OUT]:
             kept += mlp[Sublayer.MLP_OUT]
-        made.parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * kept))
-    return made.parts
+        parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * kept))
+    return parts
 
 
+@dataclass
 class _BlockParts:
     """The parts of a block so far, made of one parameter after the other."""
 
-    def __init__(
-        self,
-        block: Block,
-        trained: Collection[str],
-        size: int,
-        tokens: float,
-        rows: float,
-        query_share: float,
-    ) -> None:
-        self.block = block
-        self.trained = trained
-        self.size = size
-        self.tokens = tokens
-        self.rows = rows
-        self.query_share = query_share  # of a fused projection's features
-        self.mixer = block.mixer
-        self.parts: list[Part] = []
-        # whether a matrix trains that reads it; an input of several matrices is kept once
-        self.shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}
-        self.mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
+    block: Block
+    mixer: Mixer | None  # the block's
+    trained: Collection[str]
+    size: int
+    tokens: float
+    rows: float
+    query_share: float  # of a fused projection's features
+    parts: list[Part]
+    # whether a matrix trains that reads it; an input of several matrices is kept once
+    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = field(default_factory=dict)
+    mlps: dict[str, dict[Sublayer, float]] = field(default_factory=dict)  # inner widths, by module
 
     def add(self, parameter: ParameterShape) -> None:
         local = parameter.name.removeprefix(self.block.prefix)
@@ -384,7 +391,11 @@ class _BlockParts:
         )
 
     def _add_matrix(
-        self, parameter: ParameterShape, local: str, sublayer: Sublayer, in_mixer: bool
+        self,
+        parameter: ParameterShape,
+        local: str,
+        sublayer: Sublayer,
+        in_mixer: bool,
     ) -> None:
         block = self.block
         is_trained = parameter.name in self.trained
@@ -411,7 +422,7 @@ class _BlockParts:
             copies = max(1, block.experts_per_token)
         is_out = sublayer in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
         if is_a or sublayer == Sublayer.PROJECT_LATENT:
-            reads: float = parameter.shape[-1]
+            reads = parameter.shape[-1]
         elif not is_out:
             reads = block.width * copies
         elif in_mixer:
@@ -435,7 +446,11 @@ class _BlockParts:
 
 
 def _projected(
-    local_name: str, matrix: float, query_share: float, tokens: float, rows: float
+    local_name: str,
+    matrix: float,
+    query_share: float,
+    tokens: float,
+    rows: float,
 ) -> tuple[float, Flops]:
     """(tokens that a matrix before attention is needed for, FLOPs that are thrown away) where only
     `rows` are asked.
@@ -449,9 +464,11 @@ def _projected(
         needed = query_share * rows + (1 - query_share) * tokens
         unneeded = round(matrix * (tokens + rows - needed))
         return needed, Flops(unneeded, unneeded, unneeded)
-    needed, other = tokens, rows
+    needed = tokens
+    other = rows
     if module in _QUERY:
-        needed, other = rows, tokens
+        needed = rows
+        other = tokens
     if module in _LEFT_OUT:
         return needed, Flops()
     return needed, Flops(forward=round(matrix * other))

@@ -1,4 +1,4 @@
-"""What layers, messages and a step's end take on a device: measured by a calibration, or assumed.
+"""Seconds of layers, messages and a step's end on a device: measured by a calibration, or assumed.
 
 measurement on the device --Calibration--> JSON in the cache, found by its key
     --calibrated, or without one assumed_timings--> Timings --cut--> seconds of stages --simulate-->
@@ -16,7 +16,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -50,8 +50,8 @@ MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes. `ranks` share it and compute at once: all of a machine on a CPU, one on a
-    GPU.
+    """A processor that ranks share and compute on at once: all `ranks` of a machine on a CPU, one
+    on a GPU.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a calibration depends on; two runs with equal keys may share one."""
+    """The conditions of a calibration; two runs with equal keys may share one."""
 
     __pydantic_config__ = EXACTLY
 
@@ -152,18 +152,15 @@ def cpu_device(parallel: ParallelSection, local_ranks: int | None = None) -> Dev
     """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run
     are on it).
     """
-    cores = usable_cores()
     ranks = local_ranks or parallel.pipeline * parallel.data
+    threads = threads_of_rank(parallel.threads_per_rank, ranks)
+    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if cpuinfo.exists()
-        else None
-    )
-    name = found[1].strip() if found else platform.processor() or platform.machine()
-    return Device(
-        f"{name}, {cores} cores", ranks, threads_of_rank(parallel.threads_per_rank, ranks)
-    )
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if found:
+            name = found[1].strip()
+    return Device(f"{name}, {usable_cores()} cores", ranks, threads)
 
 
 def gpu_device(name: str) -> Device:
@@ -172,7 +169,9 @@ def gpu_device(name: str) -> Device:
 
 
 def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
-    llm, vision, layout = models.llm, models.vision, models.layout
+    llm = models.llm
+    vision = models.vision
+    layout = models.layout
     facts = [
         [[p.name, *p.shape] for p in models.parameters],
         [
@@ -209,22 +208,22 @@ def find_calibration(config: RunConfig, models: Models, device: Device) -> Calib
     Raises UserError if the file in `parallel.calibration` cannot be read or is for another run. One
     in the cache that cannot be read counts as not there.
     """
-    wanted, given = calibration_key(config, models, device), config.parallel.calibration
+    wanted = calibration_key(config, models, device)
+    given = config.parallel.calibration
     if given is None:
         try:
             return load_calibration(cached_file(wanted))
         except UserError:
             return None
     calibration = load_calibration(Path(given).expanduser())
-    measured, asked = asdict(calibration.key), asdict(wanted)
-    different = [
-        f"\n  {name}: measured for {measured[name]}, but this run has {asked[name]}"
-        for name in asked
-        if measured[name] != asked[name]
-    ]
+    different = ""
+    measured = asdict(calibration.key)
+    for name, asked in asdict(wanted).items():
+        if measured[name] != asked:
+            different += f"\n  {name}: measured for {measured[name]}, but this run has {asked}"
     if different:
         raise UserError(
-            f"parallel.calibration: {given} is not for this run:{''.join(different)}\n"
+            f"parallel.calibration: {given} is not for this run:{different}\n"
             "Calibrate this run on this device, or set parallel.calibration=null to plan without"
         )
     return calibration
@@ -236,14 +235,15 @@ def load_calibration(file: Path) -> Calibration:
     """
     try:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
-        if (version := content.pop("format", None)) != FORMAT:
-            raise ValueError(f"it has version {escape(repr(version))}; this mmtrain reads {FORMAT}")
+        found = content.pop("format", None)
+        if found != FORMAT:
+            raise ValueError(f"it has version {escape(repr(found))}; this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        )
-        if isinstance(error, ValidationError):
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            reason = error.strerror
+        elif isinstance(error, ValidationError):
             wrong = error.errors()[0]
             reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         raise UserError(
@@ -257,7 +257,7 @@ def load_calibration(file: Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is assumed of a device that was not measured. Only ratios matter."""
+    """Rates assumed of a device that was not measured. Only ratios matter."""
 
     flops_per_second: float
     fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
@@ -323,27 +323,32 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
     def compute(flops: int, in_fp32: int) -> float:
         return (flops - in_fp32 + in_fp32 * device.fp32_slowdown) / device.flops_per_second
 
+    def of_encoder(flops: int) -> float:
+        return compute(flops, flops if encoder.in_fp32 else 0)
+
     def seconds(layer: LayerCost) -> LayerSeconds:
-        flops, fp32 = layer.flops, layer.fp32_flops
+        flops = layer.flops
+        fp32 = layer.fp32_flops
         forward = compute(flops.forward, fp32.forward)
-        backward = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
-        return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
+        backward = recomputing = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
+        if layer.kept_bytes:
+            recomputing += forward
+        return LayerSeconds(forward, backward, recomputing)
+
+    def message(size: int) -> MessageCost:
+        return MessageCost(transfer=device.latency_seconds + size / device.bytes_per_second)
 
     encoder = costs.encoder
     return Timings(
         device=None,
-        layers=tuple(seconds(layer) for layer in costs.layers),
+        layers=tuple(map(seconds, costs.layers)),
         whole_last=seconds(costs.whole_last),
-        encode_stem=compute(encoder.stem_forward, encoder.stem_forward * encoder.in_fp32),
-        encode_block=compute(encoder.block_forward, encoder.block_forward * encoder.in_fp32),
+        encode_stem=of_encoder(encoder.stem_forward),
+        encode_block=of_encoder(encoder.block_forward),
         encoder_blocks=encoder.blocks,
         call=device.call_seconds,
-        messages=MessageCost(
-            transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second
-        ),
-        features=MessageCost(
-            transfer=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second
-        ),
+        messages=message(costs.hidden_bytes),
+        features=message(encoder.hidden_bytes),
         end=_ring(costs, replicas, device),
         fetch_latency=device.latency_seconds,
         fetch_seconds_per_byte={
@@ -360,93 +365,112 @@ def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
 
 
 def calibrated(
-    costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
+    costs: RunCosts,
+    calibration: Calibration,
+    replicas: int,
+    device: Assumptions,
 ) -> tuple[RunCosts, Timings]:
     """Return the costs with measured bytes, if there are any, and measured seconds.
 
     Raises UserError where a kind of layer was not measured.
 
-    What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and
-    what another number of replicas changes at a step's end.
+    Facts that the calibration's layout could not tell are assumed of `device`: messages at pipeline
+    1, and the part of a step's end that depends on the number of replicas.
     """
-    missing = [kind.name for kind in costs.kinds if kind.name not in calibration.layers]
-    if missing:
-        raise UserError(
-            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: "
-            "it was made by another "
-            "version of mmtrain. Calibrate again, or delete it"
-        )
-    measures = dict(calibration.layers)
-    if not any(
-        measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"
-    ):
-        raise UserError(
-            "the calibration says that no layer takes any time. Calibrate again, or delete it"
-        )
-    of_encoder, of_front = measures["encoder"], measures["front"]
-    if not costs.encoder.frozen:  # its backward belongs to stage 0's
-        backward = of_front.backward_seconds + of_encoder.backward_seconds
-        measures["front"] = replace(
-            of_front, backward_seconds=backward, recomputing_seconds=backward
-        )
-    names: list[str] = []
-    encoder = costs.encoder
-    if all(layer.kept_bytes is not None for layer in measures.values()):  # on a GPU
-        names = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
-        encoder = replace(
-            encoder,
-            working_bytes=of_encoder.forward_working_bytes,
-            stem_working_bytes=calibration.encode_stem_bytes,
-            later_working_bytes=calibration.encode_later_bytes,
-        )
-    if names and not encoder.frozen:
-        measures["front"] = replace(
-            measures["front"],
-            kept_bytes=of_front.kept_bytes + of_encoder.kept_bytes,
-            kept_bytes_recomputing=of_front.kept_bytes_recomputing + of_encoder.kept_bytes,
-            backward_working_bytes=max(
-                of_front.backward_working_bytes, of_encoder.backward_working_bytes
-            ),
-        )
+    measures = _measures(costs, calibration)
+    assumed = assumed_timings(costs, replicas, device)
 
     def seconds(layer: LayerCost) -> LayerSeconds:
         kind = measures[layer.kind]
         return LayerSeconds(kind.forward_seconds, kind.backward_seconds, kind.recomputing_seconds)
 
-    def cost(layer: LayerCost) -> LayerCost:
-        return replace(layer, **{name: getattr(measures[layer.kind], name) for name in names})
-
-    def message(measured: MessageSeconds | None, otherwise: MessageCost) -> MessageCost:
-        if measured is None:
-            return otherwise
-        transfer = otherwise.transfer if measured.transfer is None else measured.transfer
-        return MessageCost(measured.send, measured.receive, transfer)
-
-    assumed = assumed_timings(costs, replicas, device)
-    blocks, block = costs.encoder.blocks, calibration.encode_block_seconds
+    block = calibration.encode_block_seconds
+    stem = max(0.0, measures["encoder"].forward_seconds - costs.encoder.blocks * block)
+    end = calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)
+    fetches = {source: 1 / rate for source, rate in calibration.fetches.items()}
+    messages = calibration.messages
     timings = replace(
         assumed,
         device=calibration.key.device,
-        layers=tuple(seconds(layer) for layer in costs.layers),
+        layers=tuple(map(seconds, costs.layers)),
         whole_last=seconds(costs.whole_last),
-        encode_stem=max(0.0, of_encoder.forward_seconds - blocks * block)
-        + calibration.encode_seconds,
+        encode_stem=stem + calibration.encode_seconds,
         encode_block=block,
         call=calibration.compute_seconds,
-        messages=message(calibration.messages, assumed.messages),
-        features=message(calibration.features, assumed.features),
-        end=max(
-            0.0, calibration.end_seconds + assumed.end - _ring(costs, calibration.replicas, device)
-        ),
-        fetch_seconds_per_byte={
-            **assumed.fetch_seconds_per_byte,
-            **{source: 1 / rate for source, rate in calibration.fetches.items()},
-        },
-        measured_messages=calibration.messages is not None
-        and calibration.messages.transfer is not None,
-        measured_fetches=tuple(calibration.fetches),
+        messages=_message(messages, assumed.messages),
+        features=_message(calibration.features, assumed.features),
+        end=max(0.0, end),
+        fetch_seconds_per_byte={**assumed.fetch_seconds_per_byte, **fetches},
+        measured_messages=messages is not None and messages.transfer is not None,
+        measured_fetches=tuple(fetches),
     )
-    layers = tuple(cost(layer) for layer in costs.layers)
+    return _with_bytes(costs, measures, calibration), timings
+
+
+def _with_bytes(
+    costs: RunCosts,
+    measures: dict[str, LayerMeasures],
+    calibration: Calibration,
+) -> RunCosts:
+    """Return the costs with measured bytes; as they are where none were measured, on a CPU."""
+    if any(layer.kept_bytes is None for layer in measures.values()):
+        return costs
+    of_encoder = measures["encoder"]
+    front = measures["front"]
+    if not costs.encoder.frozen:  # its backward belongs to stage 0's
+        front = replace(
+            front,
+            kept_bytes=front.kept_bytes + of_encoder.kept_bytes,
+            kept_bytes_recomputing=front.kept_bytes_recomputing + of_encoder.kept_bytes,
+            backward_working_bytes=max(
+                front.backward_working_bytes, of_encoder.backward_working_bytes
+            ),
+        )
+
+    def cost(layer: LayerCost) -> LayerCost:
+        kind = asdict(front if layer.kind == "front" else measures[layer.kind])
+        return replace(layer, **{name: kind[name] for name in kind if "_bytes" in name})
+
     return replace(
-        costs, layers=layers, whole_last=cost(costs.whole_last), encoder=encoder
-    ), timings
+        costs,
+        layers=tuple(map(cost, costs.layers)),
+        whole_last=cost(costs.whole_last),
+        encoder=replace(
+            costs.encoder,
+            working_bytes=of_encoder.forward_working_bytes,
+            stem_working_bytes=calibration.encode_stem_bytes,
+            later_working_bytes=calibration.encode_later_bytes,
+        ),
+    )
+
+
+def _message(measured: MessageSeconds | None, assumed: MessageCost) -> MessageCost:
+    if measured is None:
+        return assumed
+    transfer = measured.transfer
+    if transfer is None:
+        transfer = assumed.transfer
+    return MessageCost(measured.send, measured.receive, transfer)
+
+
+def _measures(costs: RunCosts, calibration: Calibration) -> dict[str, LayerMeasures]:
+    """Return the measures by kind of layer; the front's have the backward of an encoder that
+    trains.
+    """
+    measures = dict(calibration.layers)
+    missing = [kind.name for kind in costs.kinds if kind.name not in measures]
+    if missing:
+        raise UserError(
+            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: "
+            "it was made by another version of mmtrain. Calibrate again, or delete it"
+        )
+    names = {kind.name for kind in costs.kinds} - {"encoder"}
+    if not any(measures[name].forward_seconds for name in names):
+        raise UserError(
+            "the calibration says that no layer takes any time. Calibrate again, or delete it"
+        )
+    if not costs.encoder.frozen:
+        front = measures["front"]
+        backward = front.backward_seconds + measures["encoder"].backward_seconds
+        measures["front"] = replace(front, backward_seconds=backward, recomputing_seconds=backward)
+    return measures

@@ -228,7 +228,8 @@ class _LayerCosts:
         """Return all costs; `rows_alone`: the last layer on supervised tokens even where a family
         does not allow it.
         """
-        llm, work = self.models.llm, self.work
+        llm = self.models.llm
+        work = self.work
         encoder = encoder_costs(self.models.vision, self.trained, work, self.vision_size)
         front = self.front(encoder)
         layers = [front]
@@ -238,10 +239,10 @@ class _LayerCosts:
             whole_last = layers[-1]
             upstream_of_last = upstream
             upstream = upstream or bool(whole_last.trainable_names)
-        last = self.block(len(llm.decoder) - 1)
+        last = self.block(i)
         may_run_on_rows = llm.model_type not in WHOLE_LAST_LAYER and last.attends
         if rows_alone or (may_run_on_rows and last.mixer is None):
-            layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
+            layers[-1] = self.decoder_layer(i, upstream_of_last, on_rows=True)
         layers.append(self.head(upstream))
 
         of_encoder = tuple(name for name in front.trainable_names if name.startswith("vision."))
@@ -304,7 +305,9 @@ class _LayerCosts:
         )
 
     def decoder_kind(self, kind: LayerKind) -> LayerCost:
-        llm, work, size = self.models.llm, self.work, self.llm_size
+        llm = self.models.llm
+        work = self.work
+        size = self.llm_size
         # the last tokens of their documents
         rows = work.supervised if kind.on_rows else work.tokens
         parameters = llm.decoder[kind.layer]
@@ -314,6 +317,7 @@ class _LayerCosts:
         flops, kept = total(parts, kind.input_gradient)
         needed, _ = total(parts, kind.input_gradient, with_waste=False)
         made = total(parts, True)[1]  # bytes that a recomputed layer holds in its backward
+
         # The widest moment: inner features of the MLP two to four times (gate, up, product, or
         # their gradients), and the residual stream with its normed copy and gradients.
         widest = forward = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
@@ -325,6 +329,7 @@ class _LayerCosts:
             needed_flops=needed,
             kept_bytes_recomputing=min(kept, round(size * llm.hidden_size * work.tokens)),
         )
+
         own = [p for p in parameters if not is_adapter(p.name)]
         # where an update would have to go back is not built
         if any(p.name in self.trained for p in own):
@@ -387,7 +392,9 @@ class _LayerCosts:
         """The front: projector, embedding (0 FLOPs), and weights and backward of an encoder that
         trains.
         """
-        llm, vision, work = self.models.llm, self.models.vision, self.work
+        llm = self.models.llm
+        vision = self.models.vision
+        work = self.work
         upstream = not encoder.frozen
         stored = [(self.models.projector, FP32), (llm.front, self.llm_size)]
         if upstream:  # slices hold those of a frozen one
@@ -427,7 +434,7 @@ class _LayerCosts:
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at slots 0, 1, 2, ...; all in fp32."""
-        parts: list[Part] = []
+        parts = []
         for slot, (operation, rows) in enumerate(self.connector_rows()):
             own = operation.shapes()
             trained = [name for name in own if f"projector.{name}" in self.trained]
@@ -456,7 +463,9 @@ class _LayerCosts:
         """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in
         forward.
         """
-        llm, rows, size = self.models.llm, self.work.supervised, self.llm_size
+        llm = self.models.llm
+        rows = self.work.supervised
+        size = self.llm_size
         parts = [Part(2, saved_for_dgrad=rows * llm.hidden_size * size)]  # the rows' gradient
         head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
         for p in llm.head:
@@ -477,6 +486,7 @@ class _LayerCosts:
                 parts.append(
                     Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained)
                 )
+
         flops, saved = total(parts, upstream)
         # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a
         # trained head's gradient.
@@ -536,7 +546,10 @@ class EncoderCost:
 
 
 def encoder_costs(
-    vision: VisionShape, trained: Collection[str], work: Workload, size: int
+    vision: VisionShape,
+    trained: Collection[str],
+    work: Workload,
+    size: int,
 ) -> EncoderCost:
     """Return the encoder's costs, stored in `size` bytes an element; parameters named in `trained`
     train.
@@ -551,7 +564,7 @@ def encoder_costs(
         kept += kept_here
         if is_block:
             in_blocks += flops_here.forward
-        trains = trains or any(part.trained for part in parts)
+        trains |= any(part.trained for part in parts)
     pixels = round(3 * vision.image_size**2 * work.tiles)
     features = round(work.tiles * vision.features_per_image * vision.feature_width) * size
 
@@ -582,28 +595,37 @@ def encoder_costs(
         hidden_bytes=round(tokens * vision.width) * size,
     )
     if trains:
-        backward = replace(flops, forward=0)
         return replace(
-            cost, backward=backward, kept_bytes=kept, backward_working_bytes=2 * block_working
+            cost,
+            backward=replace(flops, forward=0),
+            kept_bytes=kept,
+            backward_working_bytes=2 * block_working,
         )
     weights = size * sum(p.numel for p in vision.parameters)
     of_blocks = sum(p.numel for p in vision.parameters if ENCODER_BLOCK.match(p.name))
     block_bytes = size * of_blocks // blocks
-    stem_bytes = weights - vision.blocks_run * block_bytes
-    return replace(cost, block_bytes=block_bytes, stem_bytes=stem_bytes)
+    return replace(
+        cost,
+        block_bytes=block_bytes,
+        stem_bytes=weights - vision.blocks_run * block_bytes,
+    )
 
 
 _NORM = re.compile(r"vision\.(?:vision_model\.)?(?:norm|layernorm|post_layernorm)\.")
 
 
 def _encoder_parts(
-    vision: VisionShape, trained: Collection[str], tokens: float, work: Workload, size: int
+    vision: VisionShape,
+    trained: Collection[str],
+    tokens: float,
+    work: Workload,
+    size: int,
 ) -> Iterator[tuple[list[Part], bool]]:
     """Yield parts and whether they are a block: patches and positions, each block, the norm behind
     them.
     """
-    stem: list[Part] = []
-    norm: list[Part] = []
+    stem = []
+    norm = []
     patches = work.tiles * vision.patches_per_image
     rows = work.tiles * vision.features_per_image
     blocks: dict[int, tuple[str, list[ParameterShape]]] = {}

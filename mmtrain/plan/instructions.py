@@ -115,7 +115,11 @@ def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
 
 
 def sent_after(
-    x: Instruction, ranks: int, stages: int, first_trainable_stage: int, chain: Sequence[int]
+    x: Instruction,
+    ranks: int,
+    stages: int,
+    first_trainable_stage: int,
+    chain: Sequence[int],
 ) -> Message | None:
     """The message that another rank needs from this instruction; None if there is none."""
     if x.op is Op.FORWARD and x.stage + 1 < stages:
@@ -127,7 +131,12 @@ def sent_after(
     return None
 
 
-def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int]) -> Message | None:
+def needed_before(
+    x: Instruction,
+    ranks: int,
+    stages: int,
+    chain: Sequence[int],
+) -> Message | None:
     """The message from another rank that this instruction waits for, of this step or an earlier
     one.
     """
@@ -206,7 +215,7 @@ def all_steps(schedule: Schedule) -> list[Step]:
     these the deepest stage, so that few messages wait. Raises ValueError where no rank can go on.
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
-    order: list[Step] = []
+    order = []
     sent: set[Message | None] = {None}
     waiting: dict[int, Step] = {}  # what each rank does next
 
@@ -279,7 +288,8 @@ def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return where parameters of these sizes begin in the buffer of their layer, and the buffer's
     bytes.
     """
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
@@ -306,8 +316,8 @@ def uses_of(
 
 def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
     """Return pairs of each used layer and the next other one, fetched while the first computes."""
-    following: int | None = None
-    pairs: list[tuple[int, int | None]] = []
+    following = None
+    pairs = []
     for i in range(len(uses) - 1, -1, -1):
         if i + 1 < len(uses) and uses[i + 1] != uses[i]:
             following = uses[i + 1]
@@ -320,7 +330,7 @@ def fetches_of(uses: Sequence[int]) -> list[int]:
     after them.
     """
     whole: tuple[int | None, ...] = (None,)
-    fetches: list[int] = []
+    fetches = []
     for layer, following in with_following(uses):
         if layer not in whole:
             fetches.append(layer)

@@ -49,7 +49,11 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.opti
 
 
 ADAMW = OptimizerKind(
-    "AdamW", ("exp_avg", "exp_avg_sq"), ("step",), workspace_bytes=FP32, make=_adamw
+    "AdamW",
+    ("exp_avg", "exp_avg_sq"),
+    ("step",),
+    workspace_bytes=FP32,
+    make=_adamw,
 )
 """Decoupled weight decay (arXiv:1711.05101). It works in the root of the second moment."""
 
@@ -82,7 +86,8 @@ def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[Par
     Each is followed by a group of the same name: its biases and norms, where
     `optimizer.weight_decay` leaves them out.
     """
-    groups, remaining = [], list(names)
+    groups = []
+    remaining = list(names)
     rest = OptimizerGroupSection(match=("*",))
     for group in (*config.groups, rest):
         members = tuple(name for name in remaining if matches_any(name, group.match))

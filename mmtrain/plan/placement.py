@@ -15,7 +15,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mmtrain.plan.instructions import Op, Schedule, Step
@@ -72,7 +72,7 @@ def placements(
         if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
             bounds[filled] = least
 
-    leading: list[Chain] = []
+    leading = []
     if len(chain) > 1:  # the plain schedule has the whole encoder on rank 0
         leads = {microbatches}
         if len(seconds.forward) == len(schedule):
@@ -93,16 +93,16 @@ def placements(
     )
 
 
+@dataclass
 class _Slice:
     """One slice of a chain, while its encodes are put into the gaps of its rank."""
 
-    def __init__(self, seconds: float, microbatches: int, first: int) -> None:
-        self.seconds = seconds  # of one encode, with its messages
-        self.left = microbatches
-        self.first = first  # number of encodes before the first compute in any case
-        self.before: list[int] = []  # number of encodes before each compute
-        self.begins: list[float] = []  # of each encode
-        self.compute: tuple[Step, float]  # the latest one, and when it begins
+    seconds: float  # of one encode, with its messages
+    left: int  # micro-batches to encode
+    first: int  # number of encodes before the first compute in any case
+    before: list[int] = field(default_factory=list)  # number of encodes before each compute
+    begins: list[float] = field(default_factory=list)  # of each encode
+    compute: tuple[Step, float] = field(init=False)  # the latest one, and when it begins
 
     def encode(self, count: int, now: float) -> float:
         self.before.append(count)
@@ -139,7 +139,10 @@ class _Slice:
 
 
 def _fills(
-    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
+    program: Program,
+    microbatches: int,
+    seconds: StageSeconds,
+    chain: Sequence[int],
 ) -> dict[tuple[float, int], tuple[Chain, float]]:
     """Fill gaps in many ways, by the share of an encode that a gap must hold and the encodes that
     come first.
@@ -218,7 +221,7 @@ def _fill(
         if rank:
             messages += seconds.features.receive
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
-    forwards: list[float] = []  # begins of stage 0's, by micro-batch
+    forwards = []  # begins of stage 0's, by micro-batch
     first_forward = seconds.forward[0] + seconds.features.receive
     others = replace(_without_encoder(seconds), forward=(first_forward, *seconds.forward[1:]))
 

@@ -75,9 +75,16 @@ def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> Stage
     """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last
     layer.
     """
-    begin, end, head = cut[stage], cut[stage + 1], cut[-1] - 1
+    begin = cut[stage]
+    end = cut[stage + 1]
+    head = cut[-1] - 1
     return StagePlan(
-        stage, max(begin, 1) - 1, min(end, head) - 1, begin == 0, end > head, recompute_layers
+        stage,
+        max(begin, 1) - 1,
+        min(end, head) - 1,
+        begin == 0,
+        end > head,
+        recompute_layers,
     )
 
 
@@ -258,7 +265,9 @@ def render(plan: Plan) -> list[str]:
         for stage in rank.stages:
             layers = stage.summary.replace("llm.layers.", "").replace(" + ", ", ")
             rows.append([number, stage.stage, layers, *cells])
-            number, cells = "", []
+            number = ""
+            cells = []
+
     columns = (
         ">rank",
         ">stage",
@@ -321,9 +330,11 @@ def _run(plan: Plan) -> Iterator[str]:
         f"{counted(plan.packs_per_microbatch, 'pack')} of "
         f"{counted(plan.pack_length, 'token')}; {limit}"
     )
+
     image = plan.image
     if image is not None:
-        tiles, most_tiles = f"{image.tiles:g} tiles and ", f"{image.most_tiles} and "
+        tiles = f"{image.tiles:g} tiles and "
+        most_tiles = f"{image.most_tiles} and "
         if image.tiles == image.positions:  # a cell each
             tiles = most_tiles = ""
         text = (
@@ -333,6 +344,7 @@ def _run(plan: Plan) -> Iterator[str]:
         if not image.fits:
             text += "; a sample with one that large fits into no pack (data.overlong)"
         yield text
+
     rates = []
     for group in plan.groups:
         rate = f"{group.name} {group.lr:g}"
@@ -373,6 +385,7 @@ def _step(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         f"{slowest.work_share:.1%} of the work; idle {plan.idle_share:.1%}"
     )
     yield f"costs: {costs}"
+
     yield from _prefetch(plan, replica)
     if plan.streaming is not None:
         yield from _fetches(plan, plan.streaming, max(replica, key=lambda rank: rank.fetched_bytes))

@@ -68,7 +68,8 @@ def make_plan(
         if without is not None:
             limit_seconds = without.simulation.seconds * (1 - STREAMING_GAIN)
             if layout is None or limit_seconds <= layout.simulation.seconds:
-                search, layout = resident, without
+                search = resident
+                layout = without
     if layout is None:
         raise MemoryLimitError(does_not_fit(parallel, search, limit))
     return _plan(config, models, search, layout, limit)
@@ -91,12 +92,18 @@ def memory_limit(parallel: ParallelSection, device_memory_bytes: int | None) -> 
 
 
 def _plan(
-    config: RunConfig, models: Models, search: Search, layout: PipelineLayout, limit: int | None
+    config: RunConfig,
+    models: Models,
+    search: Search,
+    layout: PipelineLayout,
+    limit: int | None,
 ) -> Plan:
     costs = search.costs
     seconds = layout.simulation.seconds
-    model, data = config.model, config.data
-    pipeline, replicas = config.parallel.pipeline, config.parallel.data
+    model = config.model
+    data = config.data
+    pipeline = config.parallel.pipeline
+    replicas = config.parallel.data
     microbatches = costs.setting.microbatches_per_step
     replica = [_rank(model.trainable, costs, layout, rank) for rank in range(pipeline)]
     ranks = []
@@ -104,6 +111,7 @@ def _plan(
         ranks.append(replace(rank, rank=rank.pipeline * replicas + number, data=number))
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, model.trainable, costs.costs.work).total * microbatches
+
     return Plan(
         run=config.run.name,
         llm=model.llm.path,
@@ -152,7 +160,8 @@ def _described(costs: StageCosts, layout: PipelineLayout) -> str:
 def _expected_image(data: DataSection, layout: ImageLayout) -> ExpectedImage | None:
     if not layout.is_sized:
         return None
-    tiles, positions = layout.most_tiles, layout.most_positions
+    tiles = layout.most_tiles
+    positions = layout.most_positions
     fits = positions < data.pack_length and tiles <= (data.max_tiles_per_pack or tiles)
     return ExpectedImage(layout.name, *expected_image(data, layout), tiles, positions, fits)
 
@@ -171,12 +180,17 @@ def _groups(optimizer: OptimizerSection, models: Models) -> tuple[GroupPlan, ...
 
 
 def _rank(
-    trainable: Sequence[str], costs: StageCosts, layout: PipelineLayout, pipeline_rank: int
+    trainable: Sequence[str],
+    costs: StageCosts,
+    layout: PipelineLayout,
+    pipeline_rank: int,
 ) -> RankPlan:
     """Return the plan of a pipeline rank in the first replica, as if there were no other."""
-    cut, cost = layout.cut, layout.ranks[pipeline_rank]
+    cut = layout.cut
+    cost = layout.ranks[pipeline_rank]
     microbatches = costs.setting.microbatches_per_step
-    encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
+    encoder = costs.costs.encoder
+    blocks = layout.slices[pipeline_rank]
     stages = []
     names: list[str] = []
     elements = recomputed = 0
@@ -224,14 +238,22 @@ def _rank(
     )
 
 
-def _fetched_bytes(costs: StageCosts, layout: PipelineLayout, stages: Sequence[StagePlan]) -> int:
+def _fetched_bytes(
+    costs: StageCosts,
+    layout: PipelineLayout,
+    stages: Sequence[StagePlan],
+) -> int:
     streamed = {stage.stage: stage.streamed for stage in stages}
     instructions = layout.schedule[stages[0].stage]
     layers = fetches_of(uses_of(instructions, streamed, costs.first_trainable_decoder_layer))
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
-def _streaming(tokens: int, costs: StageCosts, layout: PipelineLayout) -> StreamingPlan | None:
+def _streaming(
+    tokens: int,
+    costs: StageCosts,
+    layout: PipelineLayout,
+) -> StreamingPlan | None:
     """Return the plan of the fetches, with micro-batches of `tokens` tokens; None without any."""
     if not any(rank.streamed for rank in layout.ranks):
         return None
@@ -245,7 +267,10 @@ def _streaming(tokens: int, costs: StageCosts, layout: PipelineLayout) -> Stream
 
 
 def _reason(
-    trainable: Sequence[str], stages: Sequence[StagePlan], names: Sequence[str], first: int
+    trainable: Sequence[str],
+    stages: Sequence[StagePlan],
+    names: Sequence[str],
+    first: int,
 ) -> str:
     if names:
         here = []

@@ -62,7 +62,8 @@ def check_run(config: RunConfig, models: Models) -> None:
 def _check_layout(parallel: ParallelSection, models: Models) -> None:
     decoder = len(models.llm.decoder)
     model = models.section.llm.path
-    pipeline, stages_per_rank = parallel.pipeline, parallel.stages_per_rank
+    pipeline = parallel.pipeline
+    stages_per_rank = parallel.stages_per_rank
     placed = f"{model} has {decoder + 2} layers to place (front, {decoder} decoder layers, head)"
     first = models.first_layers - 1
     most = decoder + 2 - first
@@ -71,6 +72,7 @@ def _check_layout(parallel: ParallelSection, models: Models) -> None:
             f", and stage 0 holds the front and the {first} decoder layers behind which "
             "DeepStack adds features"
         )
+
     if pipeline > most:
         raise UserError(
             f"parallel.pipeline: {pipeline} stages, but {placed}: at most {most} stages"
@@ -80,6 +82,7 @@ def _check_layout(parallel: ParallelSection, models: Models) -> None:
             f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but "
             f"{placed}: at most {most // pipeline}"
         )
+
     boundaries = parallel.boundaries
     if boundaries and boundaries[0] < first:
         raise UserError(
@@ -121,6 +124,7 @@ def _check_images(data: DataSection, layout: ImageLayout) -> None:
             f"model.vision.layout {layout.name} every image is one tile and "
             f"{layout.positions_per_tile} positions. Leave both out (=null removes them)."
         )
+
     tiles, positions = expected_image(data, layout)
     image = math.ceil(max(typical_tiling(data, layout).positions, positions))
     if data.pack_length <= image:
@@ -135,6 +139,7 @@ def _check_images(data: DataSection, layout: ImageLayout) -> None:
             f"model.vision.layout {layout.name} takes {image}. A pack must hold an image and its "
             f"text, e.g. {2 ** image.bit_length()} tokens.{hint}"
         )
+
     if data.max_tiles_per_pack is not None and data.max_tiles_per_pack < tiles:
         raise UserError(
             f"data.max_tiles_per_pack: {data.max_tiles_per_pack}, but a typical image of "
@@ -144,9 +149,12 @@ def _check_images(data: DataSection, layout: ImageLayout) -> None:
 
 
 def _check_encoder_ranks(
-    parallel: ParallelSection, vision: VisionShape, trainable: Sequence[str]
+    parallel: ParallelSection,
+    vision: VisionShape,
+    trainable: Sequence[str],
 ) -> None:
-    ranks, pipeline = parallel.encoder_ranks, parallel.pipeline
+    ranks = parallel.encoder_ranks
+    pipeline = parallel.pipeline
     if ranks in ("auto", 0):
         return
     if max(ranks) >= pipeline or len(set(ranks)) < len(ranks):
@@ -156,6 +164,7 @@ def _check_encoder_ranks(
         )
     if vision.blocks_run == 0 or set(ranks) == {0}:
         return
+
     trained = next((p.name for p in vision.parameters if matches_any(p.name, trainable)), None)
     if trained is not None:
         raise UserError(
@@ -175,9 +184,12 @@ def _check_encoder_ranks(
 
 
 def _check_streaming(
-    parallel: ParallelSection, quantisation: Quantisation | None, models: Models
+    parallel: ParallelSection,
+    quantisation: Quantisation | None,
+    models: Models,
 ) -> None:
-    key, value = "parallel.streamed_layers", parallel.streamed_layers
+    key = "parallel.streamed_layers"
+    value = parallel.streamed_layers
     streams = value not in (0, "auto")
     if isinstance(value, tuple):
         streams = any(value)
@@ -187,9 +199,11 @@ def _check_streaming(
                 f"{key}: {escape(str(value))}, but model.llm.quantize {quantisation} keeps decoder "
                 "layers on the device in fewer bits. Leave one of them out."
             )
-        key, value = "model.llm.quantize", quantisation
+        key = "model.llm.quantize"
+        value = quantisation
     elif not streams:
         return
+
     trained = ""
     for layer in models.llm.decoder:
         names = (p.name for p in layer if not is_adapter(p.name))
@@ -235,6 +249,7 @@ def _check_trainable(names: Sequence[str], models: Models) -> None:
                 f"model.trainable: {name} would not train, and a frozen adapter changes nothing. "
                 f"Add {adapters} to it, or give the layer no adapter in model.lora.targets."
             )
+
     for pattern in model.trainable:
         matching = [name for name in names if matches_any(name, (pattern,))]
         if not matching and model.lora is None and "lora" in pattern:
@@ -259,7 +274,9 @@ def _check_trainable(names: Sequence[str], models: Models) -> None:
 
 
 def _check_groups(
-    groups: Sequence[OptimizerGroupSection], names: Sequence[str], trainable: Sequence[str]
+    groups: Sequence[OptimizerGroupSection],
+    names: Sequence[str],
+    trainable: Sequence[str],
 ) -> None:
     trained = [name for name in names if matches_any(name, trainable)]
     for number, group in enumerate(groups):
@@ -310,12 +327,13 @@ def does_not_fit(parallel: ParallelSection, search: Search, limit: int | None) -
     stages_per_rank = 1
     if parallel.stages_per_rank != "auto":
         stages_per_rank = parallel.stages_per_rank
-    given: Cut | None = None
+    given = None
     need = "the nearest cut needs"
     if parallel.boundaries is not None:
         given = given_cut(parallel.boundaries, search.costs)
         need = "the given boundaries need"
     cut, ranks = search.nearest(stages_per_rank, given)
+
     on_host = search.costs.setting.streaming.host_bytes
     for rank, cost in enumerate(ranks):
         if on_host is not None and cost.host_bytes > on_host:
@@ -328,6 +346,7 @@ def does_not_fit(parallel: ParallelSection, search: Search, limit: int | None) -
     source = "the GPU's memory without that of CUDA and NCCL"
     if parallel.device_memory_gib is not None:
         source = "parallel.device_memory_gib"
+
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), "
         f"{RESERVED_SHARE:.0%} of it for fragmentation; {need}"

@@ -115,12 +115,16 @@ def ranks_of(chain: Chain) -> tuple[int, ...]:
 
 
 def _all_in_groups(
-    pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0
+    pipeline: int,
+    stages: int,
+    microbatches: int,
+    op: Op,
+    first: int = 0,
 ) -> list[list[Instruction]]:
     """Each rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches,
     stage by stage.
     """
-    orders: list[list[Instruction]] = []
+    orders = []
     for rank in range(pipeline):
         stages_here = [stage for stage in range(rank, stages, pipeline) if stage >= first]
         if op is Op.BACKWARD:
@@ -136,7 +140,10 @@ def _all_in_groups(
 
 @functools.lru_cache(maxsize=256)  # the search asks again for each slot of the encoder
 def _training_orders(
-    pipeline: int, microbatches: int, first: int, stages_per_rank: int
+    pipeline: int,
+    microbatches: int,
+    first: int,
+    stages_per_rank: int,
 ) -> list[list[Instruction]]:
     """Record a run in which every compute takes one tick and every rank does the first of its rules
     that it can.
@@ -156,7 +163,13 @@ def _training_orders(
 class _Recorded:
     """The run of `_training_orders` so far."""
 
-    def __init__(self, pipeline: int, microbatches: int, first: int, stages_per_rank: int) -> None:
+    def __init__(
+        self,
+        pipeline: int,
+        microbatches: int,
+        first: int,
+        stages_per_rank: int,
+    ) -> None:
         self.first = first
         self.stages = pipeline * stages_per_rank
         # that are still to come
@@ -187,7 +200,9 @@ class _Recorded:
         self.tick += 1
 
     def _choose(self, rank: int) -> Instruction | None:
-        order, forwards, backwards = self.orders[rank], self.forwards[rank], self.backwards[rank]
+        order = self.orders[rank]
+        forwards = self.forwards[rank]
+        backwards = self.backwards[rank]
         has_room = self.kept[rank] < self.limit[rank]
         is_warm = not (forwards and has_room) or len(order) >= self.limit[rank] - 1
         may_backward = is_warm and self._ready(backwards)
@@ -205,7 +220,9 @@ class _Recorded:
         """Return whether there is a next compute and all that it needs is done."""
         if not computes:
             return False
-        op, stage, k = computes[0].op, computes[0].stage, computes[0].microbatch
+        op = computes[0].op
+        stage = computes[0].stage
+        k = computes[0].microbatch
         needed = []
         if op is Op.BACKWARD:
             needed.append(Instruction(Op.FORWARD, stage, k))
@@ -225,12 +242,14 @@ class _Recorded:
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]], microbatches: int, chain: Chain
+    orders: Sequence[Sequence[Instruction]],
+    microbatches: int,
+    chain: Chain,
 ) -> list[Sequence[Instruction]]:
     merged = [*orders]
     for rank in ranks_of(chain):
         encodes = chain[rank]
-        result: list[Instruction] = []
+        result = []
         encoded = encodes.ahead
         for compute, count in zip([*orders[rank], None], encodes.before, strict=True):
             result += [Instruction(Op.ENCODE, rank, encoded + i) for i in range(count)]
@@ -245,7 +264,10 @@ def _with_encodes(
 
 
 def leading_encodes(
-    schedule: Sequence[Sequence[Instruction]], chain: Sequence[int], lead: int, ahead: int = 0
+    schedule: Sequence[Sequence[Instruction]],
+    chain: Sequence[int],
+    lead: int,
+    ahead: int = 0,
 ) -> Chain:
     """Each slice encodes `lead` micro-batches first, then one before each later forward of its
     rank's first stage.
@@ -299,7 +321,7 @@ def _with_messages(
     for rank, order in enumerate(orders):
         computes = [x for x in order if x.op in COMPUTES]
         begun = 0
-        instructions: list[Instruction] = []
+        instructions = []
         to_load = deque(x.microbatch for x in order if x.op is Op.ENCODE and rank == 0)
         if len(chain) > 1 and to_load:
             instructions.append(Instruction(Op.LOAD, 0, to_load.popleft()))

@@ -94,7 +94,7 @@ class Search:
         else:
             counts = (stages_per_rank,)
         cuts: dict[int, list[Cut]] = {count: [] for count in counts}
-        best: PipelineLayout | None = None
+        best = None
         if self.encoder_ranks in ("auto", (0,)):
             best = self._best(cuts, self._shares_on_rank_0(), self._on_rank_0, None)
         if self.encoder_ranks != (0,):
@@ -125,7 +125,7 @@ class Search:
         """Equal slices in idle slots; if the config names rank 0 among others, also all of them
         there (7% in one).
         """
-        shares: list[EncoderShare] = []
+        shares = []
         holders: Sequence[int] = range(self.pipeline)
         if self.encoder_ranks != "auto":
             holders = self.encoder_ranks
@@ -150,7 +150,7 @@ class Search:
         A layout must also save SLICES_GAIN of `on_rank_0`, or STAGE_GAIN if that has fewer stages a
         rank. Tried cuts are added to `cuts`, by their number of stages a rank.
         """
-        best: PipelineLayout | None = None
+        best = None
         for count, candidates in cuts.items():
             limit = self._to_beat(best, STAGE_GAIN)
             if on_rank_0 is not None:
@@ -176,7 +176,7 @@ class Search:
         limit: float,
     ) -> PipelineLayout | None:
         """Return the fastest layout of these cuts that takes less than `limit` seconds."""
-        best: PipelineLayout | None = None
+        best = None
         # A lower bound: the encoder takes no time of any rank, if that is possible.
         encode = 0.0 if self.costs.encodes_anywhere else self.costs.timings.encode
         nothing = EncoderShare(encode, (0,) * self.pipeline)
@@ -206,7 +206,14 @@ class Search:
         chain = leading_encodes(plain.schedule, (0,), 1)
         simulation = simulate(plain.program, seconds)
         return PipelineLayout(
-            cut, *plain[:2], ranks, seconds, plain.schedule, whole, chain, simulation
+            cut,
+            *plain[:2],
+            ranks,
+            seconds,
+            plain.schedule,
+            whole,
+            chain,
+            simulation,
         )
 
     def fits(self, layout: PipelineLayout) -> bool:
@@ -275,7 +282,12 @@ class Search:
         # encodes.
         return self._shared_out(cut, ranks, ranks[1:])
 
-    def _shared_out(self, cut: Cut, ranks: Sequence[int], holders: Sequence[int] = ()) -> Slices:
+    def _shared_out(
+        self,
+        cut: Cut,
+        ranks: Sequence[int],
+        holders: Sequence[int] = (),
+    ) -> Slices:
         """Give each block to the rank with the least work that has room, once each of `holders` has
         one.
         """
@@ -324,7 +336,7 @@ class Search:
         """
         plain, ranks = self.cuts.placed(cut, slices)
         chain = chain_of_slices(slices)
-        best: PipelineLayout | None = None
+        best = None
         if len(chain) == 1:
             immediate = self.plain(cut)
             if self.fits(immediate) and immediate.simulation.seconds < limit:
@@ -332,8 +344,11 @@ class Search:
                 limit = self._to_beat(best, GAIN)
             if not self.costs.encodes_anywhere or self.costs.timings.encode == 0:
                 return best
-        elif self.cuts.overflow(ranks) or self._least_seconds(ranks) >= limit:
-            return None
+        else:
+            busiest = max(rank.seconds for rank in ranks)
+            least = self.microbatches * busiest + self.costs.timings.end
+            if least >= limit or self.cuts.overflow(ranks):
+                return None
 
         seconds = self._stage_seconds(ranks, slices)
         tried = 0
@@ -350,9 +365,6 @@ class Search:
                 enough = enough or option.ahead > 0
         return best
 
-    def _least_seconds(self, ranks: Sequence[RankCost]) -> float:
-        return self.microbatches * max(rank.seconds for rank in ranks) + self.costs.timings.end
-
     def _built(
         self,
         cut: Cut,
@@ -366,18 +378,28 @@ class Search:
         """
         (stages_per_rank, first, *_), _ = self.cuts.placed(cut, slices)
         schedule = training_schedule(
-            self.pipeline, self.microbatches, first, stages_per_rank, chain
+            self.pipeline,
+            self.microbatches,
+            first,
+            stages_per_rank,
+            chain,
         )
         walked = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+
         changed = []
         for rank, (moments, cost, blocks) in enumerate(zip(walked, ranks, slices, strict=True)):
             ranges = ranges_of(cut, rank, self.pipeline)
             now = self.costs.rank_cost(
-                ranges, cost.recompute_layers, moments, blocks, cost.streamed_count
+                ranges,
+                cost.recompute_layers,
+                moments,
+                blocks,
+                cost.streamed_count,
             )
             if not self.costs.fits(now):
                 now = self.costs.fitted(rank, ranges, moments, blocks)
             changed.append(now)
+
         seconds = self.cuts.stage_seconds(changed, seconds.encode)
         simulation = simulate(Program(schedule), seconds)
         return PipelineLayout(
@@ -454,6 +476,7 @@ def _with_least_layers(costs: StageCosts) -> StageCosts:
             min(x.backward for x in seconds),
             min(x.recomputing for x in seconds),
         )
+
     front = replace(front, trainable_names=("anything",))  # so that all layers may recompute
     run = replace(
         costs.costs,

@@ -110,7 +110,7 @@ class Program:
         self.messages: dict[Message, int] = {}
         posted: set[int] = set()  # by one side
         kinds: dict[tuple[Op, int, int], int] = {}
-        spared = [_spared([x for x in order if x.op in COMPUTES]) for order in schedule]
+        spared = [*map(_spared, schedule)]
         chain = chain_of(schedule)
         steps = all_steps(schedule)
         stages = 1 + max((step.instruction.stage for step in steps), default=0)
@@ -164,7 +164,7 @@ def simulate(
     # a message is posted by one side, then arrives; the last: no message
     when = [0.0] * (len(program.messages) + 1)
     channel_free = [0.0] * len(program.channels)
-    history: list[TimeSpan] = []
+    history = []
 
     for does, rank, kind, message, channel, step in program.steps:
         begin = clock[rank]
@@ -204,10 +204,11 @@ def simulate(
     return Simulation(total, tuple(idle), tuple(history))
 
 
-def _spared(computes: Sequence[Instruction]) -> Iterator[int]:
+def _spared(order: Sequence[Instruction]) -> Iterator[int]:
     """Yield for each compute of a rank the number of its ends at which the neighbour is its stage's
     other direction.
     """
+    computes = [x for x in order if x.op in COMPUTES]
     turned = False
     for x, y in itertools.zip_longest(computes, computes[1:]):
         turns = y is not None and x.stage == y.stage and x.op is not y.op
@@ -287,7 +288,10 @@ class Peak(NamedTuple):
 
 
 def instants(
-    schedule: Schedule, buffers: Buffers, *, polls: bool
+    schedule: Schedule,
+    buffers: Buffers,
+    *,
+    polls: bool,
 ) -> tuple[tuple[Instant, ...], ...]:
     """Per pipeline rank, every instant of a training step that takes more than all others in
     something.
@@ -303,7 +307,10 @@ def instants(
 
 
 def _walk(
-    schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]
+    schedule: Schedule,
+    rank: int,
+    buffers: Buffers,
+    gone: Mapping[int, int],
 ) -> list[Instant]:
     """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be
     gone.
@@ -435,7 +442,10 @@ def _exceeds(larger: Instant, instant: Instant) -> bool:
 
 
 def peak(
-    moments: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int
+    moments: Sequence[Instant],
+    stages: Sequence[StageBytes],
+    encode_working: int,
+    end_working: int,
 ) -> Peak:
     """Return the most bytes at once, from the bytes of a rank's stages and of the encoder's and
     optimizer's work.

@@ -99,7 +99,9 @@ class Streamed(NamedTuple):
 
 
 def streamed_layers(
-    streaming: Streaming, stages: Sequence[Sequence[LayerCost]], count: int
+    streaming: Streaming,
+    stages: Sequence[Sequence[LayerCost]],
+    count: int,
 ) -> Streamed:
     """Stream `count` layers of a rank, or as many as may be; `stages` are the layers of each of its
     stages.
@@ -199,6 +201,7 @@ class StageCosts:
         self.usable_bytes: float = math.inf
         if setting.memory_bytes is not None:
             self.usable_bytes = math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
+
         encoder = costs.encoder
         self.buffers = Buffers(
             costs.hidden_bytes,
@@ -208,10 +211,12 @@ class StageCosts:
             encoder.pixel_bytes,
             encoder.hidden_bytes,
         )
+
         self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
             continues = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if continues else i)
+
         self.stage = functools.cache(self._stage)
         self._held = functools.cache(self._find_held)
         self._streamed = functools.cache(self._find_streamed)
@@ -276,7 +281,11 @@ class StageCosts:
         return most
 
     def _stage(
-        self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()
+        self,
+        begin: int,
+        end: int,
+        recompute: int,
+        streamed: tuple[int, ...] = (),
     ) -> StageCost:
         """Cost of layers [begin, end); the first `recompute` recompute, those at `streamed` are
         streamed.
@@ -291,6 +300,7 @@ class StageCosts:
         kept = 0
         if costs.keeps_input and begin > self.first_trainable:
             kept = costs.hidden_bytes
+
         most_forward = most_backward = 0
         for i, (cost, seconds) in enumerate(
             zip(self.layers_of(begin, end), seconds_of, strict=True), begin
@@ -307,6 +317,7 @@ class StageCosts:
                 kept += cost.kept_bytes
                 most_forward = max(most_forward, kept + cost.forward_working_bytes)
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
+
         if not runs_backward:
             most_backward = 0
         stage = StageCost(forward, backward, StageBytes(kept, most_forward, most_backward))
@@ -315,7 +326,12 @@ class StageCosts:
         return stage
 
     def _with_waits(
-        self, stage: StageCost, begin: int, end: int, recompute: int, streamed: tuple[int, ...]
+        self,
+        stage: StageCost,
+        begin: int,
+        end: int,
+        recompute: int,
+        streamed: tuple[int, ...],
     ) -> StageCost:
         """Return the stage with the waits of its forward and backward for streamed layers."""
         forward = 0.0
@@ -396,14 +412,17 @@ class StageCosts:
         return min(costs, key=lambda x: x.total_bytes)
 
     def _fastest(
-        self, cost: Callable[[int, int], RankCost], recompute: range, most: int
+        self,
+        cost: Callable[[int, int], RankCost],
+        recompute: range,
+        most: int,
     ) -> RankCost | None:
         """Return the fastest `cost(recomputed, streamed)` that fits, with at most `most` streamed;
         None if none fits.
 
         Exact if recomputing more layers never asks for streaming more.
         """
-        best: RankCost | None = None
+        best = None
         streamed = most
         for recomputed in recompute:
             # two buffers may take more than one or two streamed layers save
@@ -480,7 +499,10 @@ class StageCosts:
 
 
 def stage_costs(
-    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None
+    config: RunConfig,
+    models: Models,
+    memory_bytes: int | None,
+    device: Device | None,
 ) -> StageCosts:
     """Costs of any stage of this run, measured where there is a calibration on `device` (None: this
     machine's CPU).
@@ -517,7 +539,7 @@ def streaming_of(parallel: ParallelSection, quantisation: Quantisation | None) -
     shards = 1
     if parallel.stream_from == "peers":
         shards = parallel.weight_shards or parallel.data
-    host_bytes: int | None = None
+    host_bytes = None
     if parallel.host_memory_gib is not None:
         host_bytes = int(parallel.host_memory_gib * 2**30)
     layers = _of_ranks(parallel.streamed_layers, parallel.pipeline)

@@ -189,7 +189,11 @@ def suggest(
 
 
 def _with_bound(
-    config: RunConfig, changes: Changes, models: Models, limit: int | None, device: Device | None
+    config: RunConfig,
+    changes: Changes,
+    models: Models,
+    limit: int | None,
+    device: Device | None,
 ) -> _Candidate:
     """Return a candidate with its costs: calibrated where the named calibration fits it, else
     assumed.
@@ -206,14 +210,8 @@ def _with_bound(
 
 def _may_be_best(candidate: _Candidate, layouts: Sequence[SuggestedLayout]) -> bool:
     """Whether a candidate that takes no longer than its bound would be among the best."""
-    is_quantised = candidate.size.is_quantised
-    alike = _fastest([x for x in layouts if x.size.is_quantised == is_quantised])
-    slowest = math.inf
-    if len(alike) == MOST_LAYOUTS:
-        slowest = alike[-1].step_seconds
-    if is_quantised:
-        slowest = min(slowest, _to_beat(layouts))
-    return candidate.bound < slowest and _saves(candidate.size, candidate.bound, layouts)
+    hoped = SuggestedLayout(candidate.overrides, candidate.size, 0, 0, 0, candidate.bound)
+    return candidate.bound < math.inf and hoped in _best([*layouts, hoped])
 
 
 def _layout(candidate: _Candidate) -> SuggestedLayout | None:
@@ -236,28 +234,18 @@ def _layout(candidate: _Candidate) -> SuggestedLayout | None:
 
 
 def _best(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """The fastest layouts, MOST_LAYOUTS at most; the last ones quantise, if any of those is worth
-    it.
-    """
-    limit = _to_beat(layouts)
-    exact = _fastest([x for x in layouts if not x.size.is_quantised])
-    faster = [x for x in layouts if x.size.is_quantised and x.step_seconds < limit]
-    quantised = _fastest(faster)[: max(1, MOST_LAYOUTS - len(exact))]
-    return [*exact[: MOST_LAYOUTS - len(quantised)], *quantised]
-
-
-def _fastest(layouts: Sequence[SuggestedLayout]) -> list[SuggestedLayout]:
-    """Return the fastest MOST_LAYOUTS of these, without those that are not worth more packs or
-    streaming.
+    """The fastest layouts that are worth it, MOST_LAYOUTS at most; the last ones quantise, if any
+    of those saves WORTH.
     """
     worth = [x for x in layouts if _saves(x.size, x.step_seconds, layouts)]
-    return sorted(worth, key=lambda x: x.step_seconds)[:MOST_LAYOUTS]
-
-
-def _to_beat(layouts: Sequence[SuggestedLayout]) -> float:
-    """Seconds that a layout must beat to be worth quantising."""
-    exact = (x.step_seconds for x in layouts if not x.size.is_quantised)
-    return min(exact, default=math.inf) * (1 - WORTH)
+    worth.sort(key=lambda x: x.step_seconds)
+    exact = [x for x in worth if not x.size.is_quantised][:MOST_LAYOUTS]
+    limit = math.inf
+    if exact:
+        limit = exact[0].step_seconds * (1 - WORTH)
+    faster = [x for x in worth if x.size.is_quantised and x.step_seconds < limit]
+    quantised = faster[: max(1, MOST_LAYOUTS - len(exact))]
+    return [*exact[: MOST_LAYOUTS - len(quantised)], *quantised]
 
 
 def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bool:
@@ -270,7 +258,9 @@ def _saves(size: Size, seconds: float, layouts: Sequence[SuggestedLayout]) -> bo
 
 
 def _smallest(
-    used: Sequence[_Candidate], device_memory_bytes: int | None, device: Device | None
+    used: Sequence[_Candidate],
+    device_memory_bytes: int | None,
+    device: Device | None,
 ) -> SuggestedLayout:
     """Return the layout that needs the least memory; raise UserError with what it needs if it does
     not fit.
@@ -295,7 +285,9 @@ def _smallest(
 
 
 def what_fits(
-    config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None
+    config: RunConfig,
+    device_memory_bytes: int | None = None,
+    device: Device | None = None,
 ) -> str:
     """Return a sentence with overrides by which a run fits that does not: each was planned.
 
@@ -335,7 +327,8 @@ def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
 
     Shorter packs have room for the largest image and much text, and a step has as many tokens.
     """
-    pipeline, data = config.parallel.pipeline, config.parallel.data
+    pipeline = config.parallel.pipeline
+    data = config.parallel.data
     ranks = pipeline * data
     layouts = [(pipeline, data)]
     layouts += [(ranks // n, n) for n in _divisors(ranks)]
@@ -369,7 +362,7 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
         if devices // data <= decoder_layers + 2 and data <= MOST_REPLICAS:
             sizes.append((devices // data, data))
 
-    layouts: list[Changes] = []
+    layouts = []
     for pipeline, data in sizes:
         its_packs = _packs(config.train, config.data.pack_length, pipeline, data)
         for packs, where in itertools.product(its_packs, _where_layers_are_kept(config, data)):
@@ -382,7 +375,8 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     if layouts:
         return layouts
 
-    packs, model = config.train.packs_per_step, config.model.llm.path
+    packs = config.train.packs_per_step
+    model = config.model.llm.path
     remedy = "Choose another number of devices"
     if sizes:
         below = max((packs - 1) // data * data for _, data in sizes)
@@ -459,7 +453,8 @@ def render_suggestion(suggestion: Suggestion) -> list[str]:
     """Return the layouts as lines that fit the terminal; long overrides are continued behind a
     backslash.
     """
-    config, limit = suggestion.config, suggestion.memory_limit_bytes
+    config = suggestion.config
+    limit = suggestion.memory_limit_bytes
     devices = counted(suggestion.devices, "device")
     room = "no memory limit" if limit is None else f"{bytes_text(limit)} per rank"
     lines = wrapped(
