@@ -134,9 +134,7 @@ class Stage(nn.Module):
         return self.vision(self.normalised(tiles), grids)
 
     def normalised(self, tiles: Tensor) -> Tensor:
-        if tiles.dtype == torch.uint8:
-            tiles = self.transform.normalise(tiles)
-        return tiles
+        return self.transform.normalise(tiles) if tiles.dtype == torch.uint8 else tiles
 
     def start(
         self,

@@ -205,10 +205,8 @@ def _joined(
     if bool(sees_later.any()):
         raise ValueError("packed attention is causal, and this model lets tokens see later ones")
 
-    positions = torch.arange(length)[None]
     position_ids = _POSITIONS.get()
-    if position_ids is not None:
-        positions = position_ids.cpu()
+    positions = torch.arange(length)[None] if position_ids is None else position_ids.cpu()
     continued = positions[:, 1:] == positions[:, :-1] + 1
     if local_size is not None and bool((continued & ~joined).any()):
         # Chunks: they count from the document's start, also where transformers (5.17) counts from
@@ -614,12 +612,9 @@ def flash_agrees(
     two query heads share a key head. A kernel that raises RuntimeError (on a GPU before Ampere)
     does not agree.
     """
-    # the last document is longer than the window; one for all: memory grows with the square
-    borders = [0, 13, 19, 20, 47]
-    window = None
-    if windowed:
-        window = 100
-        borders[-1] += window
+    # of 100 for all windows, as memory grows with the square; the last document is longer
+    window = 100 if windowed else None
+    borders = (0, 13, 19, 20, 47 + (window or 0))
     runs = []
     places = []
     for begin, end in itertools.pairwise(borders):

@@ -39,9 +39,7 @@ class _SupervisedLossSum(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         wants_rows = rows.requires_grad
-        row_gradient = None
-        if wants_rows:
-            row_gradient = torch.zeros_like(rows)
+        row_gradient = torch.zeros_like(rows) if wants_rows else None
         parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
@@ -49,9 +47,7 @@ class _SupervisedLossSum(torch.autograd.Function):
             with torch.enable_grad():
                 piece = rows[part].detach().requires_grad_(wants_rows)
                 loss = F.cross_entropy(logits_of(piece).float(), labels[part], reduction="sum")
-                inputs = list(parameters)
-                if wants_rows:
-                    inputs.insert(0, piece)
+                inputs = (piece, *parameters) if wants_rows else parameters
                 gradients = list(torch.autograd.grad(loss, inputs))
             if row_gradient is not None:
                 row_gradient[part] = gradients.pop(0)

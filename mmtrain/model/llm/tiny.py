@@ -218,9 +218,7 @@ def draw_scales(
     def draw(value: Any) -> Any:
         if isinstance(value, list):
             return [*map(draw, value)]
-        if isinstance(value, int | float):
-            value = value * factors.uniform(0.6, 0.9)
-        return value
+        return value * factors.uniform(0.6, 0.9) if isinstance(value, int | float) else value
 
     for name, field in text.__dataclass_fields__.items():
         if "float" in str(field.type) and not _NOT_DRAWN.search(name):

@@ -65,9 +65,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, fill: Callable[[], None]) -> Wait:
         """Begin to `fill` once all is computed that was asked for so far, which may use the same
@@ -139,9 +137,7 @@ class StreamedLayers:
         self._whole: list[int] = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
-        self._pool = None
-        if source.device.type == "cuda":
-            self._pool = torch.cuda.MemPool()
+        self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
         self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
 
     def take(self, number: int, layer: nn.Module) -> None:
@@ -171,9 +167,7 @@ class StreamedLayers:
     ) -> Any:
         self._use(number)
         output = forward(*arguments, **options)
-        hidden = output
-        if not isinstance(output, torch.Tensor):
-            hidden = output[0]
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
         if hidden.requires_grad:
             # Its backward ends where another layer is used: not every layer has a gradient of its
             # input.
