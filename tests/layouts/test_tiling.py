@@ -35,9 +35,12 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
+from mmtrain.config.model import LlmSection
+from mmtrain.config.schema import DataSection
+from mmtrain.facts.quantised import BITS, BLOCK, Quantisation
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.layouts.layout import UnfitImage
-from mmtrain.layouts.registry import LAYOUTS, LayoutName
+from mmtrain.layouts.registry import LAYOUTS, TEXT_ALONE, LayoutName
 from mmtrain.layouts.square import Square
 from mmtrain.layouts.tiles import Tiles
 from mmtrain.model.stage import arranged
@@ -364,5 +367,8 @@ def test_numbers_are_told_where_positions_depend_on_them_and_nowhere_else():
     )
 
 
-def test_the_key_takes_the_names_of_the_layouts():
+def test_keys_take_the_names_of_their_tables():
     assert get_args(LayoutName) == tuple(LAYOUTS)
+    assert get_args(DataSection.model_fields["images"].annotation) == tuple(TEXT_ALONE)
+    quantize, _ = get_args(LlmSection.model_fields["quantize"].annotation)
+    assert get_args(quantize) == get_args(Quantisation) == tuple(BITS) == tuple(BLOCK)

@@ -19,11 +19,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import ExportFormat
+from mmtrain.facts.encoders import MROPE_ENCODERS
 from mmtrain.model.encoder import vision
 from mmtrain.plan.planner import make_plan
 from mmtrain.stock.exporters import _CHECKS
 from mmtrain.stock.grids import HyperCLOVAXVisionV2
 from mmtrain.stock.idefics3 import Idefics3
+from mmtrain.stock.mrope import MROPE_CLASSES
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
 LORA = ["model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"]
@@ -37,6 +39,10 @@ def planned(tiny, *overrides: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_every_family_with_mrope_has_its_class():
+    assert {stock.model_type for stock in MROPE_CLASSES} == {*MROPE_ENCODERS, "glm46v"}
 
 
 def test_every_format_but_safetensors_has_its_check():
