@@ -169,9 +169,11 @@ def test_nothing_imports_each_other_in_a_circle(unit):
     TopologicalSorter(rooms_and_imports(unit)).prepare()
 
 
-def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighbours():
+def test_packages_say_their_purpose_and_import_nothing():
     for file in PACKAGE.rglob("*/__init__.py"):
-        assert list(imports(ast.parse(file.read_text()))) == []
+        tree = ast.parse(file.read_text())
+        assert list(imports(tree)) == []
+        assert ast.get_docstring(tree), f"{file} does not say its folder's purpose"
 
 
 def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():

@@ -1,0 +1,1 @@
+"""Runs, exports and answers from Python: the functions of `import mmtrain`."""

@@ -366,11 +366,10 @@ class Conversation:
     def _text(self, messages: list[dict]) -> str:
         from mmtrain.data.samples.chat import JinjaTemplate, TemplateError
 
-        tokenizer = self.tokenizer
+        values = {"add_generation_prompt": True, "tools": None, "documents": None}
+        values = self.tokenizer.special_tokens_map | values
         try:
-            template = JinjaTemplate(self.processor.chat_template)
-            own = {"add_generation_prompt": True, "tools": None, "documents": None}
-            return template.render(messages, {**tokenizer.special_tokens_map, **own})
+            return JinjaTemplate(self.processor.chat_template).render(messages, values)
         except TemplateError as error:
             why = escape(str(error))
             why = f"the model's chat template does not accept this conversation ({why})"

@@ -51,9 +51,7 @@ class RunError(RuntimeError):
 
 
 class Run:
-    """A run by its folder, and the process that makes it: the one that `train` started, else the
-    folder's holder.
-    """
+    """A run by its folder, and its process: one that `train` started, or the folder's holder."""
 
     def __init__(
         self,
@@ -211,12 +209,11 @@ def train(
     trace_steps: int = 0,
     show: bool = True,
 ) -> Run:
-    """Start or resume a run, as `mmtrain train` does, and return at once; it goes on if this
-    process ends.
+    """Start or resume a run, as `mmtrain train` does, and return at once.
 
-    A configuration may be named as for `load_config`. `resume`, `allow_change` and `trace_steps`
-    are the command's options; with `show` its console is shown here. Raises UserError for a
-    configuration that is wrong.
+    The run goes on if this process ends. A configuration may be named as for `load_config`.
+    `resume`, `allow_change` and `trace_steps` are the command's options; with `show` its console is
+    shown here. Raises UserError for a configuration that is wrong.
     """
     if not isinstance(config, RunConfig):
         config = load_config(config)

@@ -1,0 +1,1 @@
+"""Errors, files, printing and other small means that every wing may use."""

@@ -1,0 +1,1 @@
+"""Scores of a run by lmms-eval: its environment, its driver, the questions."""

@@ -42,7 +42,12 @@ Prompt = tuple[list[dict], list[Image.Image], dict[str, Any]]
 class StockModel(lmms):
     is_simple = False  # it takes messages, not one text with its pictures
 
-    def __init__(self, folder: Path, batch_size: int, tell: Callable[[dict], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batch_size: int,
+        tell: Callable[[dict], None],
+    ) -> None:
         super().__init__()
         self.model, self.processor = load(folder)
         self.processor.tokenizer.padding_side = "left"

@@ -1,0 +1,1 @@
+"""Measured seconds and bytes of layers and transfers on this machine, for plans."""

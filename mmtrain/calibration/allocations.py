@@ -51,9 +51,12 @@ def bytes_of_stages(
     for name, stage in stages.items():
         if name == "front":
             continue
-        sizes[name] = _bytes_of_stage(stage, device)
+        _make_gradients(stage)
+        sizes[name] = _by_act(stage.forward, stage.release_output, stage.backward, device)
         if name != "head" and stage.runs_backward:
-            sizes[recomputing(name)] = _bytes_of_stage(stage, device, recomputes=True)
+            _make_gradients(stage, recomputes=True)
+            again = _by_act(stage.forward, stage.release_output, stage.backward, device)
+            sizes[recomputing(name)] = again
     return sizes
 
 
@@ -65,7 +68,9 @@ def bytes_of_slices(
     """Return bytes that slices of the encoder work in: the first without a block, and one behind
     it.
     """
-    tiles, grids, vision = front.batch.tiles, front.batch.grids, front.module.vision
+    tiles = front.batch.tiles
+    grids = front.batch.grids
+    vision = front.module.vision
     stem = vision.slice_of(0, 0)
     later = vision.slice_of(max(0, blocks - 2), blocks)
     shape = (len(tiles), *later.hidden_shape)
@@ -78,44 +83,27 @@ def bytes_of_slices(
     }
 
 
-def _bytes_of_stage(
-    stage: SingleStage,
-    device: torch.device,
-    *,
-    recomputes: bool = False,
-) -> dict[str, int]:
-    _make_gradients(stage, recomputes=recomputes)
-    works = (stage.forward, stage.release_output, stage.backward)
-    return _by_act(*(bytes_used(work, device) for work in works))
-
-
 def _bytes_of_front(stage: SingleStage, device: torch.device) -> dict[str, dict[str, int]]:
     """Return bytes of the encoder, which works in what it makes, and of the front, which may keep
     features.
     """
-    _make_gradients(stage)
-    features = 0
-    if stage.features is not None:
-        features = stage.features.untyped_storage().nbytes()
-    stage.features = None
-
-    def encode() -> None:
-        stage.features = stage.encode()
 
     def release() -> None:
         stage.release_output()
         stage.features = None
 
-    works = (encode, stage.forward, release, stage.backward)
-    encoded, *others = [bytes_used(work, device) for work in works]
-    encode()
-    front = _by_act(*others)
+    _make_gradients(stage)
+    features = 0
+    if stage.features is not None:
+        features = stage.features.untyped_storage().nbytes()
+    stage.features = None
+    encoded = bytes_used(stage.encode, device)
+    encoder = {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0}
+
+    stage.features = stage.encode()
+    front = _by_act(stage.forward, release, stage.backward, device)
     front["kept"] += features
-    encoder = {
-        "kept": encoded.end - features,
-        "forward": encoded.peak,
-        "backward": 0,
-    }
+    stage.features = stage.encode()
     return {"front": front, ENCODE: encoder}
 
 
@@ -127,9 +115,16 @@ def _make_gradients(stage: SingleStage, *, recomputes: bool = False) -> None:
     stage.prepare(recomputes=recomputes)
 
 
-def _by_act(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
+def _by_act(
+    forward: Callable[[], object],
+    send: Callable[[], object],
+    backward: Callable[[], object],
+    device: torch.device,
+) -> dict[str, int]:
+    made = bytes_used(forward, device)
+    sent = bytes_used(send, device)
     return {
-        "kept": forward.end + sent.end,
-        "forward": forward.peak - forward.end,
-        "backward": backward.peak,
+        "kept": made.end + sent.end,
+        "forward": made.peak - made.end,
+        "backward": bytes_used(backward, device).peak,
     }

@@ -97,13 +97,16 @@ class Calibrator:
         *,
         can_cut: bool = True,
     ) -> None:
-        self._plan, self._device, self._key = plan, device, key
+        self._plan = plan
+        self._device = device
+        self._key = key
         self._synchronize = torch.get_device_module(device).synchronize
         self._costs = run_costs(config, models)
         self._kinds = {kind.name: kind for kind in self._costs.kinds}
         self._host_batch = expected_batch(config, models)
         self._stages = self._build(functools.partial(build_stage, config, device=device))
-        front, alone = self._stages["front"], self._stages[self._window[0]]
+        front = self._stages["front"]
+        alone = self._stages[self._window[0]]
         has_projector = front.module.projector is not None
         self._can_cut = can_cut and has_projector and self._costs.encoder.frozen
 
@@ -180,7 +183,8 @@ class Calibrator:
 
     def round(self) -> None:
         """Measure everything once more."""
-        front, window = self._stages["front"], self._stages[WINDOW]
+        front = self._stages["front"]
+        window = self._stages[WINDOW]
         front.prepare()
         self._time(LOAD, lambda: to_device(self._host_batch, self._device))
         self._time(ENCODE, front.encode)
@@ -369,7 +373,8 @@ def _bytes_of_layer(
         return {}
     own = sizes[kind.name]
     recomputed = sizes.get(recomputing(kind.name), own)
-    kept, kept_recomputing = own["kept"], recomputed["kept"]
+    kept = own["kept"]
+    kept_recomputing = recomputed["kept"]
     if kind.layer is not None and kind.runs_backward:
         kept += _inner_input(sizes, WINDOW, window)
         alone = list(map(recomputing, window))
@@ -399,7 +404,9 @@ def _seconds_of_layers(
     def of(stage: str) -> float:
         return seconds.get(f"{stage} {direction}", 0.0)
 
-    row, alone, count = of(WINDOW), sum(map(of, window)), len(window)
+    row = of(WINDOW)
+    alone = sum(map(of, window))
+    count = len(window)
     call = 0.0
     if count > 1:
         call = max(0.0, alone - row) / (count - 1)
@@ -437,7 +444,11 @@ def _second_forward(
     return max(0.0, more) / first
 
 
-def _inner_input(sizes: Bytes, row: str, alone: Sequence[str]) -> int:
+def _inner_input(
+    sizes: Bytes,
+    row: str,
+    alone: Sequence[str],
+) -> int:
     """Return the bytes of a layer's input, which a layer behind another may keep; one that begins
     a stage does not.
 
@@ -469,7 +480,8 @@ def table(calibration: Calibration) -> list[str]:
     if len(layers[0]) > len(columns):
         columns += (">kept", ">kept\nrecomputing", ">working")
 
-    call, end = _milliseconds(calibration.compute_seconds), _milliseconds(calibration.end_seconds)
+    call = _milliseconds(calibration.compute_seconds)
+    end = _milliseconds(calibration.end_seconds)
     lines = [
         *table_lines(columns, layers),
         f"call {call} ms; end of a step {end} ms; "
@@ -508,7 +520,8 @@ def calibrate(
 
     `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
     """
-    own_device, models = torch.device(rank.device), models_of(config)
+    own_device = torch.device(rank.device)
+    models = models_of(config)
     timeout = config.parallel.timeout_seconds
     join_process_group(own_device, timeout)
     rank.print_info(f"calibrating on {device.name}: loading layers")

@@ -53,7 +53,9 @@ class MessageCosts:
         device: torch.device,
         compute: Callable[[], None],
     ) -> None:
-        self._channels, self._messages, self._compute = channels, messages, compute
+        self._channels = channels
+        self._messages = messages
+        self._compute = compute
         self._synchronize = torch.get_device_module(device).synchronize
         self._stage = plan.ranks[dist.get_rank()].pipeline  # the first of this rank
         self._receives = self._stage % 2 == 1

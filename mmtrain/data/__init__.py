@@ -1,0 +1,1 @@
+"""Rows become samples, shards and packs: `prepare`, `samples`, `shards`, `stream`."""

@@ -1,0 +1,1 @@
+"""The demo's models, pictures, texts and shards."""

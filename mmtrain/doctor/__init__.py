@@ -1,0 +1,1 @@
+"""`mmtrain doctor`: checks of a machine, from the driver to a pipeline."""

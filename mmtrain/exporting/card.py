@@ -49,7 +49,7 @@ def write_card(
     for model in filter(None, map(about.get, MODELS)):
         licences.append((public_name(model), _licence(model)))
     about = published(about)
-    front: Json = dict(FRONT[form])
+    front = dict(FRONT[form])
     known = {licence for _, licence in licences}
     if len(known) == 1 and None not in known:
         front["license"] = known.pop()

@@ -99,11 +99,10 @@ def exported_chat_template(template: Template, beginning: str = "") -> str:
 
 
 def marked_template(jinja: str, template: ChatTemplate) -> str:
-    """Return `jinja` with marks around each answer that `template` would supervise, in place of its
-    own marks.
+    """Return `jinja` with marks around each answer that `template` would supervise.
 
-    An answer that later turns rewrite, or that no question precedes, stays unmarked, as does an
-    image in an answer.
+    They replace its own marks. An answer that later turns rewrite, or that no question precedes,
+    stays unmarked, as does an image in an answer.
     """
     chat = template.chat
     unmarked = MARK.sub(lambda found: f"{{%{found[1]} {HARMLESS[found[2]]} {found[3]}%}}", jinja)

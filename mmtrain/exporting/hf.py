@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,7 @@ def export_hf(
     progress: Progress = lambda *_: None,
     merged: bool = True,
 ) -> ExportedModel:
-    """Write the model into `folder`, which is empty, and read it again; `progress` gets (what,
-    bytes done, of all).
+    """Write the model into `folder`, which is empty, and read it again.
 
     merged: with the LLM's adapters in its layers; else without them. Raises UserError for models
     that no stock class can hold, naming the formats that work, and where the disk is too small;
@@ -119,7 +118,6 @@ def export_hf(
 
     # all files but tensors and card
     is_whole = whole_of(models) is not None
-    write: Callable[..., Written]
     if is_whole:
         write = write_back
     elif isinstance(stock, StockClass):
@@ -246,8 +244,7 @@ def _write_multimodal(
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for models with other frozen tensors or settings than the run was trained
-    with.
+    """Raise UserError where frozen tensors or settings are not those of the training.
 
     Cost: reads the models' files once more, a decoder layer at a time.
     """
@@ -300,7 +297,11 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(stock: ExportedClass, config: Json, tensors: Sources) -> None:
+def refuse_loading_faults(
+    stock: ExportedClass,
+    config: Json,
+    tensors: Sources,
+) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -393,7 +394,11 @@ def kept_in_float32(
     return kept
 
 
-def _load(stock: ExportedClass, config: Json, tensors: Tensors) -> tuple[PreTrainedModel, Json]:
+def _load(
+    stock: ExportedClass,
+    config: Json,
+    tensors: Tensors,
+) -> tuple[PreTrainedModel, Json]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

@@ -53,12 +53,11 @@ def language_for_export(
     dtype: str,
     lora: LoraSection | None = None,
 ) -> ExportedLanguage:
-    """Return the LLM in `folder` with `trained` tensors (by global name) in place of its own,
-    `lora`'s adapters merged.
+    """Return the LLM in `folder` with `trained` tensors in place of its own, adapters merged.
 
-    Embedding and head get at least `rows_needed` rows; a new one is the mean of the others, so that
-    a new token's logit is never the largest. Raises UserError for a trained tensor of another shape
-    than in the files.
+    `trained` has them by global names. Embedding and head get at least `rows_needed` rows; a new
+    one is the mean of the others, so that a new token's logit is never the largest. Raises
+    UserError for a trained tensor of another shape than in the files.
     """
     config = causal_config(folder, around.mrope)
     stock = llm_class(config)
@@ -156,7 +155,12 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     return replace(source, shape=(rows, *rest), read=read)
 
 
-def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> Json:
+def _text_config(
+    folder: Path,
+    config: PreTrainedConfig,
+    rows: int,
+    dtype: str,
+) -> Json:
     """Return the LLM's own config.json with its new rows and dtype."""
     if is_mrope_class(config):
         content = config.text_config.to_dict()

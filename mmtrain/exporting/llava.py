@@ -53,7 +53,11 @@ MODEL_TYPES = {
 }
 
 
-def export_llava(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+def export_llava(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     """Write into the folder; raises UserError for what LLaVA's code cannot hold.
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.

@@ -146,7 +146,14 @@ def write_processor(
     write_json(folder / "generation_config.json", generation)
     token_keys = dict(zip(tokens, ids([*tokens.values()]), strict=True))
     return ExportedProcessor(
-        image_id, token_keys, tuple(new), rows_needed, layout, template, transform, stock
+        image_id,
+        token_keys,
+        tuple(new),
+        rows_needed,
+        layout,
+        template,
+        transform,
+        stock,
     )
 
 
@@ -227,7 +234,11 @@ def _with_padding(
     return padded
 
 
-def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_tokenizer(
+    stock: StockClass,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
     """Save the tokenizer so that transformers 4 and 5 load tokenizer.json unchanged.
 
     Version 5 would name a class that version 4 lacks, or the family's, which version 5 may build
@@ -251,7 +262,11 @@ def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folde
     write_json(file, settings)
 
 
-def _generation_settings(folder: Path, tokenizer: PreTrainedTokenizerBase, end: int) -> Json:
+def _generation_settings(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    end: int,
+) -> Json:
     """Return generation_config.json: greedy, ended as answers are."""
     own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")

@@ -112,13 +112,22 @@ def _evaluation(checkpoint: StepFolder, kind: str) -> Json | None:
     return scores
 
 
-def export_projector_file(checkpoint: StepFolder, folder: Path, dtype: torch.dtype) -> None:
+def export_projector_file(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     """Write all that `run_tensors` returns into the folder."""
     tensors = run_tensors(checkpoint)
     write_projector_file(origin(checkpoint, tensors), folder, tensors, dtype)
 
 
-def write_projector_file(about: Json, folder: Path, tensors: Sources, dtype: torch.dtype) -> None:
+def write_projector_file(
+    about: Json,
+    folder: Path,
+    tensors: Sources,
+    dtype: torch.dtype,
+) -> None:
     """Write tensors of a run into a folder, and their origin."""
     file = folder / "projector.safetensors"
     if about["vision"] is None:

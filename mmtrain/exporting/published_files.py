@@ -24,7 +24,12 @@ Json = dict[str, Any]  # what a file of JSON holds
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 
 
-def copy_files(source: Path, folder: Path, *, is_whole: bool = False) -> None:
+def copy_files(
+    source: Path,
+    folder: Path,
+    *,
+    is_whole: bool = False,
+) -> None:
     """Copy what `published_files` names into a folder; JSON is read and written again.
 
     Raises UserError for a file that is a link out of the folder, and for what is no JSON.

@@ -89,7 +89,11 @@ def named(tensors: Sources, begin: str) -> Sources:
     return {name: source for name, source in tensors.items() if name.startswith(begin)}
 
 
-def cast_to(dtype: torch.dtype, tensors: Sources, keep: Collection[str] = ()) -> Sources:
+def cast_to(
+    dtype: torch.dtype,
+    tensors: Sources,
+    keep: Collection[str] = (),
+) -> Sources:
     """Cast floating-point tensors to `dtype` when they are read, all but those named in `keep`.
 
     Reading one raises UserError for values that float16 cannot hold.
@@ -120,10 +124,9 @@ def write_tensors(
     tensors: Sources,
     show: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write one file and compare it with what was to be written; `show` gets the bytes of each
-    tensor.
+    """Write one file and compare it with what was to be written.
 
-    Raises OSError where the file reads back otherwise.
+    `show` gets the bytes of each tensor. Raises OSError where the file reads back otherwise.
     """
     # Copied: safetensors refuses tensors that share memory, as tied ones do.
     content = {

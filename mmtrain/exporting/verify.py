@@ -142,7 +142,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
     processor = Processor(config)
     catalog, numbers = evaluated_samples(config)
     reader = Reader(catalog, config.data.io_retry_seconds)
-    samples: list[tuple[Sample, PackedBatch]] = []
+    samples = []
     for number in numbers:
         if len(samples) == count:
             break
@@ -244,13 +244,17 @@ def _own_logits(
     return logits
 
 
-def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
+def _messages(
+    sample: Sample,
+    plain: bool,
+    words: int,
+) -> list[dict[str, Any]]:
     """Return a sample's first question with its pictures, and some words more."""
     question = next(text for speaker, text in sample.turns if speaker == "human")
     pictures = list(map(decode_image, sample.images))[: max(1, question.count(IMAGE_MARK))]
     if not pictures:
         pictures = [Image.new("RGB", (64, 64), (128, 128, 128))]
-    content: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+    content = [{"type": "image", "image": picture} for picture in pictures]
     text = " a" * words
     if not plain:
         text = question.replace(IMAGE_MARK, "").strip() + text

@@ -64,6 +64,7 @@ num_patches head_dim rope_parameters
 depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size window_size
 fullatt_block_indexes num_position_embeddings deepstack_visual_indexes num_key_value_heads embed_dim
 """
+READ_AS_PATCHES = "register tokens, which a stock class would read as patches"
 # Modules that features may come from: each computes what its stock counterpart does, or in eval
 # mode nothing.
 KNOWN_MODULES = {
@@ -196,9 +197,7 @@ def _from_transformers(
     trained: Tensors,
     chosen: VisionSection,
 ) -> tuple[dict, Sources]:
-    """Return configuration and tensors of an encoder of transformers, with `trained` ones in their
-    place.
-    """
+    """Return configuration and tensors of an encoder of transformers, `trained` ones replaced."""
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
@@ -207,7 +206,9 @@ def _from_transformers(
     sources = {name: stored(*place) for name, place in files.items()}
     unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
-    _refuse_registers(str(folder), family.prefix_tokens(shapes) - 1)
+    registers = family.prefix_tokens(shapes) - 1
+    if registers > 0:
+        raise _unfit(str(folder), f"has {registers} {READ_AS_PATCHES}")
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -257,21 +258,22 @@ def _from_timm(
     trained: Tensors,
     final_norm: bool,
 ) -> tuple[dict, Sources]:
-    """Return the stock configuration and tensors (views) of a whole timm encoder, with `trained`
-    ones in their place.
+    """Return configuration and tensors of a timm encoder as a stock one, `trained` ones replaced.
 
-    final_norm: the last norm must be exact too. Raises UserError for an encoder that no stock model
-    computes, and for a trained tensor that it does not have.
+    The tensors are views. final_norm: the last norm must be exact too. Raises UserError for an
+    encoder that no stock model computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
-    _refuse_registers(name, model.num_reg_tokens)
+    if model.num_reg_tokens:
+        raise _unfit(name, f"has {model.num_reg_tokens} {READ_AS_PATCHES}")
     state = model.state_dict()
     stock = form_of({own: tuple(state[own].shape) for own in state}, final_norm=final_norm)
     if isinstance(stock, str):
         raise _unfit(name, stock)
     if final_norm and stock is CLIP:
         raise _unfit(
-            name, "would be a CLIP of transformers, whose final norm is only for its class token"
+            name,
+            "would be a CLIP of transformers, whose final norm is only for its class token",
         )
     if final_norm and model.norm.eps != model.blocks[0].norm1.eps:
         raise _unfit(
@@ -284,7 +286,7 @@ def _from_timm(
     for block in range(len(model.blocks)):
         for own, stock_name in stock.block.items():
             stems[f"blocks.{block}.{own}"] = f"{stock.blocks}.{block}.{stock_name}"
-    tensors: Tensors = {}
+    tensors = {}
     for own, tensor in state.items():
         stem, _, kind = own.rpartition(".")
         if own.split(".")[0] in BEHIND_THE_BLOCKS:
@@ -308,13 +310,6 @@ def _from_timm(
             tensors[f"{stems[stem]}.{kind}"] = tensor
     _fill_in(tensors, state, stock, model)
     return _timm_config(model, stock), {name: in_memory(tensor) for name, tensor in tensors.items()}
-
-
-def _refuse_registers(name: str, registers: int) -> None:
-    if registers > 0:
-        raise _unfit(
-            name, f"has {registers} register tokens, which a stock class would read as patches"
-        )
 
 
 def _fill_in(
@@ -341,9 +336,7 @@ def _fill_in(
 
 
 def _unfit(name: str, why: str) -> UserError:
-    """Return the error for an encoder that no stock vision model computes, with the formats that
-    work.
-    """
+    """Return the error for an encoder that no stock class computes, with the formats that work."""
     return UserError(
         f"model.vision.name: {name} {why}, so it cannot be converted exactly to a vision model "
         f"that a stock class takes. {WHAT_WORKS}"

@@ -93,7 +93,12 @@ def _names_on_disk(source: Path, tensors: Iterable[str]) -> dict[str, str]:
     return places
 
 
-def _processor(stock: StockClass, models: Models, name: str, folder: Path) -> ExportedProcessor:
+def _processor(
+    stock: StockClass,
+    models: Models,
+    name: str,
+    folder: Path,
+) -> ExportedProcessor:
     """Write the run's bounds of image tokens, where they are not the folder's.
 
     Returns what its processor must make.

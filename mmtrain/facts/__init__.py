@@ -1,0 +1,1 @@
+"""Facts of models without torch: shapes, families, connectors, settings of a model's folder."""

@@ -1,0 +1,1 @@
+"""What shards hold, before a run: `mmtrain inspect`."""

@@ -1,0 +1,1 @@
+"""From a configuration to processes that train: checks, the plan of this machine, ranks."""

@@ -1,0 +1,1 @@
+"""Torch modules of a stage: `encoder`, `trained` (projector, LoRA), `llm`, `weights`."""

@@ -125,15 +125,15 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
+def lines_of(name: str, curve: Curve) -> list[Series]:
     """Return a curve as it is, a long one faint below its means."""
     points = curve.points()
     if not points:
         return []
     if len(points) < LONG:
-        return [Series(name, points, colour=colour)]
-    means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), colour=colour, derived=True)
-    return [Series(name, points, "faint", colour), means]
+        return [Series(name, points)]
+    means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), derived=True)
+    return [Series(name, points, "faint"), means]
 
 
 def table(

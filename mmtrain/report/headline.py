@@ -114,7 +114,8 @@ def _took(run: RunRecord) -> Finding:
 def _worked(run: RunRecord) -> Finding:
     if not run.evaluations:
         return _worked_in_training(run)
-    first, last = run.evaluations[0], run.evaluations[-1]
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     if first is last:
         return Finding("one evaluation so far", f"After step {last.step:,}: {_scores(last)}.")
     text = (
@@ -126,7 +127,8 @@ def _worked(run: RunRecord) -> Finding:
     tone: Tone = "mixed"
     answer = "no clear change"
     if better < 0:
-        answer, tone = higher, "bad"
+        answer = higher
+        tone = "bad"
     elif better > 0:
         answer = lower
         if not _few(first, last):
@@ -138,7 +140,8 @@ def _worked_in_training(run: RunRecord) -> Finding:
     ends = run.curves["loss"].means(10)
     if len(ends) < 2:
         return Finding("unknown", NOT_EVALUATED)
-    first, last = ends[0].y, ends[-1].y
+    first = ends[0].y
+    last = ends[-1].y
     went = "fell" if last < first else "rose"
     text = f"Mean of a tenth of the steps: {number(first)} to {number(last)}. {NOT_EVALUATED}"
     return Finding(f"training loss {went}", text, "mixed")
@@ -232,17 +235,18 @@ def _compare(first: Record, second: Record) -> tuple[float, bool]:
 def _wrong(run: RunRecord) -> Finding:
     counts = run.counts
     failed = run.audit is not None and not run.audit.passed
-    happened = ["the audit failed"] if failed else []
-    if bad := counts["no update"] + counts["bad step"]:
-        happened.append(counted(bad, "step without an update", "steps without an update"))
-    if run.reasons:
-        happened.append(counted(run.reasons.total(), "quarantined sample"))
-    if unsaved := counts["checkpoint failed"]:
-        happened.append(counted(unsaved, "failed checkpoint"))
-    if resumes := counts["resume"]:
-        happened.append(counted(resumes, "resume"))
-    if run.discarded:
-        happened.append(f"{counted(run.discarded.total(), 'step')} repeated")
+    bad = counts["no update"] + counts["bad step"]
+    quarantined = run.reasons.total()
+    repeated = run.discarded.total()
+    events = {
+        "the audit failed": failed,
+        f"{counted(bad, 'step')} without an update": bad,
+        counted(quarantined, "quarantined sample"): quarantined,
+        counted(counts["checkpoint failed"], "failed checkpoint"): counts["checkpoint failed"],
+        counted(counts["resume"], "resume"): counts["resume"],
+        f"{counted(repeated, 'step')} repeated": repeated,
+    }
+    happened = [event for event, count in events.items() if count]
     if not happened and not run.problems:
         return Finding("nothing recorded", "No bad step, no quarantined sample, no resume.", "good")
     texts = []

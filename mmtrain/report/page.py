@@ -95,7 +95,10 @@ def _render(
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.from_string((HERE / "page.html.jinja").read_text("utf-8"))
 

@@ -69,7 +69,7 @@ def _within(most: float, value: Any) -> Any:
 
 def _score(value: Any) -> tuple[float, float | None]:
     score, error = value
-    return float(score), _read("number?", error)
+    return float(score), None if error is None else float(error)
 
 
 def _kind(value: Any) -> Any:
@@ -90,33 +90,41 @@ TYPES: dict[str, Reader] = {
 }
 
 
-def _read(kind: str, value: Any) -> Any:
-    """Read a value of TYPES: `count`, `count?` or null, `count[]` in a list, `count{}` by name."""
+def _list(reader: Reader, value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+        raise ValueError(value)
+    return list(map(reader, value))
+
+
+def _typed(kind: str) -> Reader:
+    """Return the reader of `count`, `count?` (or null), `count[]` (a list), `count{}` (by name)."""
+    if kind in TYPES:
+        return TYPES[kind]
     if kind.endswith("?"):
-        return None if value is None else _read(kind[:-1], value)
-    inner = kind[:-2]
-    if kind.endswith("{}"):
-        return {shown(name): _read(inner, part) for name, part in value.items()}
+        reader = _typed(kind[:-1])
+        return lambda value: None if value is None else reader(value)
+    reader = _typed(kind[:-2])
     if kind.endswith("[]"):
-        if not isinstance(value, list) or len(value) > MAX_ENTRIES:
-            raise ValueError(value)
-        return [_read(inner, part) for part in value]
-    return TYPES[kind](value)
+        return partial(_list, reader)
+    return lambda value: {shown(name): reader(part) for name, part in value.items()}
 
 
-def _record(*typed: str) -> Reader:
-    """Return a reader of objects; `typed` are types, each with the names of its fields.
+def _record(*lines: str) -> Reader:
+    """Return a reader of objects; a line is a type and the names of the fields that have it.
 
     Its ValueError names a field that is missing or wrong.
     """
-    fields = {name: kind for kind, *names in map(str.split, typed) for name in names}
+    fields: dict[str, Reader] = {}
+    for line in lines:
+        kind, *names = line.split()
+        fields |= dict.fromkeys(names, _typed(kind))
 
     def read(value: Any) -> Record:
         known = OLDER | value
         record = Record()
-        for name, kind in fields.items():
+        for name, reader in fields.items():
             try:
-                setattr(record, name, _read(kind, known.get(name)))
+                setattr(record, name, reader(known.get(name)))
             except WRONG as error:
                 raise ValueError(f"field {name}") from error
         return record
@@ -173,7 +181,11 @@ DISCARDED = _record("count back_to_step", "kind record")
 ANSWER = _record("count step", "text key question given truth", "flag right", "text[] pictures")
 # scores by `mmtrain benchmark` after `step` updates: of each metric (value, standard error)
 BENCHMARK = _record(
-    "count step", "text task", "count? limit answers", "score{} scores", "text{} versions"
+    "count step",
+    "text task",
+    "count? limit answers",
+    "score{} scores",
+    "text{} versions",
 )
 TYPES["stage"] = _record("text[] layers", "count[]? encoder")
 # a process, as planned; bytes are those of its fullest moment
@@ -215,7 +227,8 @@ class Curve:
     """Points in the order of their x, 16 bytes each; a chart gets the extremes of each stretch."""
 
     def __init__(self) -> None:
-        self._x, self._y = array("d"), array("d")
+        self._x = array("d")
+        self._y = array("d")
 
     def __len__(self) -> int:
         return len(self._x)
@@ -374,14 +387,22 @@ def _noting(run: RunRecord, name: str) -> Iterator[None]:
         run.problems.append(shown(f"{name} has wrong content: {error}"))
 
 
-def _read_json(run: RunRecord, name: str, reader: Reader) -> Record | None:
+def _read_json(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Record | None:
     with _noting(run, name):
         file = inside(run.folder, name)
         return reader(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
     return None
 
 
-def _read_lines(run: RunRecord, name: str, reader: Reader) -> Iterator[Record]:
+def _read_lines(
+    run: RunRecord,
+    name: str,
+    reader: Reader,
+) -> Iterator[Record]:
     """Yield the valid records of a file; `problems` says how many others are left out."""
     left_out, first = 0, ""
     with _noting(run, name), open_file(inside(run.folder, name)) as stream:

@@ -74,7 +74,8 @@ def sections(run: RunRecord) -> list[Section]:
 
 
 def trained(run: RunRecord) -> Section:
-    title, plan = "What was trained", run.plan
+    title = "What was trained"
+    plan = run.plan
     if plan is None:
         return Section("trained", title, (NO_PLAN, audit_sentence(run)))
     microbatches = counted(plan.microbatches_per_step, "micro-batch", "micro-batches")
@@ -137,7 +138,8 @@ def learning(run: RunRecord) -> Section:
 
 
 def evaluations(run: RunRecord) -> Section:
-    title, control = "Evaluations and control", run.control
+    title = "Evaluations and control"
+    control = run.control
     tables = []
     if run.benchmarks:
         columns = "benchmark, metric, >score, >answers, >step, versions"
@@ -201,7 +203,8 @@ def answers(run: RunRecord) -> Section:
             "and after the last, set eval.show_answers, and eval.shards or eval.fraction."
         )
         return Section("answers", title, (why,))
-    room, questions = MAX_PICTURES_BYTES, []
+    room = MAX_PICTURES_BYTES
+    questions = []
     for given in run.questions.values():
         *_, asked = given.values()
         pictures = []
@@ -245,7 +248,8 @@ def read_picture(folder: Path, name: str) -> Picture:
 
 
 def rank_times(run: RunRecord) -> Section:
-    title, times = "Where the time went", run.times
+    title = "Where the time went"
+    times = run.times
     totals = {}
     for rank in sorted(times["idle"])[:SHOWN_RANKS]:
         if total := sum(times[kind][rank] for kind in TIMES):
@@ -331,9 +335,11 @@ def memory(run: RunRecord) -> Section:
     ranks = run.plan.ranks[:SHOWN_RANKS]
     measured = [run.peaks.get(rank.rank, 0.0) for rank in ranks]
     planned = [rank.total_bytes for rank in ranks]
-    unit, name = 2**20, "MiB"
+    unit = 2**20
+    name = "MiB"
     if max(measured + planned, default=0) >= 2**30:
-        unit, name = 2**30, "GiB"
+        unit = 2**30
+        name = "GiB"
 
     bars, sizes = [], {}
     for part, (part_bytes, colour) in PARTS.items():

@@ -1,0 +1,1 @@
+"""Processes: starting ranks, watching, stopping and agreeing; GPUs of this machine."""

@@ -1,0 +1,1 @@
+"""The stock classes of transformers that a run can become, one file each."""

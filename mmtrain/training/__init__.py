@@ -1,0 +1,1 @@
+"""One rank's life: the loop, evaluation, records, the console."""

@@ -100,7 +100,8 @@ class Writing:
         true = tokenizer.decode(truth, skip_special_tokens=True).strip()
         if len(truth) < len(self.truth):
             true += " ..."
-        is_right, sample = self.tokens == truth, self.sample
+        is_right = self.tokens == truth
+        sample = self.sample
         return Answer(
             sample.key,
             self.question,

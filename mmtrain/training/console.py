@@ -32,7 +32,8 @@ class Console:
         done_steps: int = 0,
         verbose: bool = False,
     ) -> None:
-        self._stream, self._verbose = stream, verbose
+        self._stream = stream
+        self._verbose = verbose
         self._max_steps = max_steps
         self._first_step = done_steps
         self._printed_at = -math.inf
@@ -87,7 +88,12 @@ class Console:
             f"{scores.answers} answers, token accuracy {percent(scores.token_accuracy)}"
         )
 
-    def control(self, control: Scores, scores: Scores, permuted: int) -> None:
+    def control(
+        self,
+        control: Scores,
+        scores: Scores,
+        permuted: int,
+    ) -> None:
         """Show the scores with permuted images beside the true ones; `permuted` of the samples got
         other images.
         """

@@ -44,8 +44,12 @@ class Evaluations:
         """Agree with all ranks on what to evaluate; raises UserError where they have read different
         samples.
         """
-        self._section, self._engine, self._held_out = section, engine, held_out
-        self._records, self._console, self._saver = records, console, saver
+        self._section = section
+        self._engine = engine
+        self._held_out = held_out
+        self._records = records
+        self._console = console
+        self._saver = saver
         extents = all_gather_object(held_out and held_out.extent)
         self.extent = extents[0]
         for rank, extent in enumerate(extents):
@@ -105,7 +109,10 @@ class Evaluations:
         control = self.scores(permuted=True)
         if control is not None:
             self._records.write(
-                "eval_permuted", step=step, **asdict(control), permuted_samples=permuted
+                "eval_permuted",
+                step=step,
+                **asdict(control),
+                permuted_samples=permuted,
             )
             self._console.control(control, scores, permuted)
 
@@ -128,7 +135,8 @@ class Evaluations:
             if permuted:
                 packs = self._held_out.packs_permuted
             batches = self._held_out.batches(self._held_out.share(packs))
-        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self._engine.plan.pipeline
+        total = self.extent.microbatches
+        in_round = EVALUATION_ROUND * self._engine.plan.pipeline
         rounds = []
         for done in range(0, total, in_round):
             self._console.evaluating(done, total)
@@ -156,7 +164,8 @@ class Evaluations:
         held_out = self._held_out
         answers: list[Writing] = []
         if held_out is not None:
-            tokenizer, room = held_out.packed.processor.tokenizer, held_out.capacity.tokens
+            tokenizer = held_out.packed.processor.tokenizer
+            room = held_out.capacity.tokens
             for document in held_out.spread(count):
                 answers.append(Writing(document, tokenizer.eos_token_id))
 
@@ -170,7 +179,8 @@ class Evaluations:
                 for pack in packs:
                     asked += pack.entries
                 share = held_out.share(packs)
-                batches, microbatches = held_out.batches(share), len(share)
+                batches = held_out.batches(share)
+                microbatches = len(share)
 
             microbatches = all_gather_object(microbatches)[0]
             if not microbatches:

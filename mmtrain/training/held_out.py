@@ -137,7 +137,8 @@ class HeldOut:
         return None
 
     def _fits(self, document: Document) -> bool:
-        tokens, tiles = self.capacity.tokens, self.capacity.tiles
+        tokens = self.capacity.tokens
+        tiles = self.capacity.tiles
         if tiles is not None and _tiles(document) > tiles:
             return False
         return len(document.input_ids) <= tokens
@@ -182,7 +183,8 @@ def evaluated_samples(
     `trained_on` is the catalog of the run's own data, made here if None.
     """
     section = config.eval
-    own, catalog = evaluated_set(config), trained_on
+    own = evaluated_set(config)
+    catalog = trained_on
     if own is not None:
         catalog = load_catalog(config, [own])
     elif catalog is None:

@@ -96,7 +96,9 @@ class _Run:
         """Join the process group, and learn from rank 0 where to begin: other machines need not see
         its files.
         """
-        self.plan, self.rank, self.verbose = plan, rank, verbose
+        self.plan = plan
+        self.rank = rank
+        self.verbose = verbose
         self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
         use_algorithms(config.train.deterministic)
@@ -117,13 +119,18 @@ class _Run:
 
         Raises UserError where ranks have different data.
         """
-        config, rank, plan = self.config, self.rank, self.plan
+        config = self.config
+        rank = self.rank
+        plan = self.plan
         self.packed: PackedBatches | None = None
         self.held_out = None
         if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
             self.packed = PackedBatches(
-                config, replica=self.place.data, replicas=plan.data, first_step=self.first_step
+                config,
+                replica=self.place.data,
+                replicas=plan.data,
+                first_step=self.first_step,
             )
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
@@ -143,20 +150,31 @@ class _Run:
         self.data, self.max_steps = seen[first]
 
         self.readers = replica_group(
-            plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds
+            plan,
+            rank.rank,
+            torch.device("cpu"),
+            config.parallel.timeout_seconds,
         )
-        self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
+        self.configured = config
+        self.config = config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step, self.verbose)
         if self.packed is not None:
             self.console.line(self.packed.summary)
 
     def load_models(self) -> None:
-        config, rank, plan = self.config, self.rank, self.plan
+        config = self.config
+        rank = self.rank
+        plan = self.plan
         rank.progress.at(self.first_step, "loading weights")
         self.console.line("loading weights")
         resumes = self.start is not None
         self.stages = build_stages(
-            config, plan, rank.rank, self.device, self.readers, resumes=resumes
+            config,
+            plan,
+            rank.rank,
+            self.device,
+            self.readers,
+            resumes=resumes,
         )
 
         rank.progress.at(self.first_step, "building the engine")
@@ -179,7 +197,10 @@ class _Run:
 
         # The audit compares with this moment at the end.
         self.audit = RankAudit(
-            self.place, self.stages, self.engine.optimizer, self.engine.trainable
+            self.place,
+            self.stages,
+            self.engine.optimizer,
+            self.engine.trainable,
         )
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
@@ -210,7 +231,9 @@ class _Run:
     def take_up_checkpoint(self) -> None:
         """Load the checkpoint of a run that resumes, and only then cut back its records."""
         self.counts = None  # of the data's account
-        start, about, engine = self.start, self.about, self.engine
+        start = self.start
+        about = self.about
+        engine = self.engine
         if start is None:
             return
         self.rank.progress.at(self.first_step, "loading the checkpoint")
@@ -232,9 +255,17 @@ class _Run:
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
-        config, rank, console = self.config, self.rank, self.console
+        config = self.config
+        rank = self.rank
+        console = self.console
         self.recorder = Recorder(
-            config, rank, self.engine, console, self.first_step, self.about["versions"], trace_steps
+            config,
+            rank,
+            self.engine,
+            console,
+            self.first_step,
+            self.about["versions"],
+            trace_steps,
         )
         self.records = self.recorder.records
         if self.packed is not None:
@@ -244,12 +275,21 @@ class _Run:
         if self.start is not None and self.start.is_own:
             saved_step = self.first_step
         self.saver = Checkpointer(
-            rank.folder, config.checkpoint, self.place.data == 0, self._report, saved_step
+            rank.folder,
+            config.checkpoint,
+            self.place.data == 0,
+            self._report,
+            saved_step,
         )
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
             self.evaluations = Evaluations(
-                config.eval, self.engine, self.held_out, self.records, console, self.saver
+                config.eval,
+                self.engine,
+                self.held_out,
+                self.records,
+                console,
+                self.saver,
             )
 
     def _report(self, saved: SaveResult) -> None:
@@ -266,7 +306,8 @@ class _Run:
         """
         if self.start is None:
             return
-        step, path = self.first_step, self.start.checkpoint.path
+        step = self.first_step
+        path = self.start.checkpoint.path
         changed = differences(self.start.checkpoint.state, self.about)
         self.console.line(f"resuming from {path} (step {step} of {self.max_steps})")
         if changed:
@@ -284,7 +325,9 @@ class _Run:
 
     def make_steps(self) -> int:
         """Make steps until all are made or a signal asks to stop; return how many are made."""
-        engine, saver, max_steps = self.engine, self.saver, self.max_steps
+        engine = self.engine
+        saver = self.saver
+        max_steps = self.max_steps
         evaluate_every = self.config.eval.every_steps or max_steps
         for step in range(self.first_step, max_steps):
             evaluates = self.evaluations is not None and step % evaluate_every == 0
@@ -318,7 +361,11 @@ class _Run:
         }
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(
-            step, engine.trainable, engine.weights.optimizer_state(), trained, self.about | now
+            step,
+            engine.trainable,
+            engine.weights.optimizer_state(),
+            trained,
+            self.about | now,
         )
 
     def prove(self) -> None:

@@ -61,7 +61,8 @@ class Records:
         *,
         asks: bool,
     ) -> None:
-        self._folder, self._max_image_pixels = folder, max_image_pixels
+        self._folder = folder
+        self._max_image_pixels = max_image_pixels
         self._also = also
         self._metrics = JsonLines(folder and folder / METRICS)
         self._answers = JsonLines(folder / ANSWERS if folder and asks else None)
@@ -143,14 +144,18 @@ class Recorder:
         trace_steps: int,
     ) -> None:
         """Begin the records of a process that begins or resumes at `first_step`. Collective."""
-        self._config, self._rank, self._engine, self._console = config, rank, engine, console
+        self._config = config
+        self._rank = rank
+        self._engine = engine
+        self._console = console
         if engine.device.type == "cuda":
             device = gpu_device(torch.cuda.get_device_name())
         else:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
             device = cpu_device(config.parallel, local_ranks)
 
-        writes, asks = rank.rank == 0, config.eval.is_on and config.eval.show_answers > 0
+        writes = rank.rank == 0
+        asks = config.eval.is_on and config.eval.show_answers > 0
         trackers = config.run.report_to if writes else ()
         self._trackers = Trackers(
             trackers,
@@ -203,7 +208,8 @@ class Recorder:
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:
-        step, config = result.step, self._config
+        step = result.step
+        config = self._config
         if self._utilization is not None:
             values = vars(result).copy()
             del values["ranks"]

@@ -169,7 +169,8 @@ class _WandB:
         earlier, resume = None, None
         for path in folder.glob("wandb/*"):
             if run := re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name):
-                earlier, resume = run[1], "allow"
+                earlier = run[1]
+                resume = "allow"
                 break
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),

@@ -142,7 +142,7 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(parts, changes, sa
         changed = native_config(parts, "naflex").changed(
             {"model.vision.final_norm": False, **changes}
         )
-        models_of(RunConfig.model_validate(changed.model_dump()))
+        models_of(RunConfig.model_validate(changed.model_dump())).read()
 
 
 def test_qwens_patches_go_through_their_merger_or_through_a_connector_that_joins_them(parts):
@@ -150,6 +150,6 @@ def test_qwens_patches_go_through_their_merger_or_through_a_connector_that_joins
     with pytest.raises(
         UserError, match=r"factor: \S+ has its patches in blocks of 2 x 2, but linear joins 1 x 1"
     ):
-        models_of(config)
+        models_of(config).read()
     joined = models_of(config.changed({"model.projector.type": "shuffle_mlp2x_gelu"}))
     assert joined.vision.features_per_image == 4 and joined.vision.merge == 1

@@ -1,0 +1,1 @@
+"""One sample: its record's format, its template, its tokens and labels."""

@@ -1,0 +1,1 @@
+"""Tars with an index beside each: reading, checking, listing them."""

@@ -1,0 +1,1 @@
+"""Modules that train beside frozen ones: the projector and adapters."""
