@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A step of a connector. A new one is a class here and its module in model/trained."""
+    """A step of a connector. A new one is a class here and a module in model/trained."""
 
     key = ""  # of model.projector, that not all operations read
 
