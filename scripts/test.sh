@@ -37,6 +37,7 @@ esac
 
 scripts/setup.sh demo,test "$versions"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes, each of which would use every core
+unset PYTHONDONTWRITEBYTECODE # else each of the many processes that tests start would compile mmtrain anew
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" # runs of several threads: those that spin keep others from busy cores
 cores=$("$venv/bin/python" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
 "$venv/bin/python" -m pytest -n "$cores" "${tier[@]}" "$@"

@@ -17,7 +17,6 @@ from mmtrain.engine.single_stage import expected_batch
 from mmtrain.plan.calibration import gpu_device
 from mmtrain.plan.planner import make_plan
 
-# as in tests/calibration/test_memory.py
 SIZE = ModelSize(8, 256, 512, 4, 256, 2, 64, 2, 28, 14, 12)
 LAYOUTS = {
     "as it comes": {},

@@ -115,6 +115,9 @@ def train(config):
     engine = make_engine(config, plan, streamed, on_instruction=on_instruction, warms_up=True)
     audit = make_audit(engine)
     mine, starts = audit.plan, all_gather_object(audit.start())
+    if streamed is not None and plan.streaming.source == "host":
+        kept = sum(layer.kept.nbytes for layer in streamed.layers.values())
+        assert mine.host_bytes == kept, "the host keeps what is planned"
 
     def share(step, count=LOCAL):
         mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:count]
