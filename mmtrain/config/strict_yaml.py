@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        lines = {}
+        lines: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
