@@ -6,8 +6,6 @@ transformers, and its values are stored as bfloat16; memory holds the whole mode
 is run, and the originals are left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -5,8 +5,6 @@ Refused, with line and column: a key given twice, deep nesting, tags, and anchor
 lines of them can stand for a thousand million values). A file has at most MAX_BYTES.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
