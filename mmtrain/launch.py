@@ -79,8 +79,7 @@ def run(options: Options) -> int:
             if options.nnodes != 1 or rank is not None:
                 raise UserError(
                     "mmtrain calibrate measures on one machine and starts its own ranks there. "
-                    "Leave --nnodes and "
-                    "torchrun out, and share the file by parallel.calibration"
+                    "Leave --nnodes and torchrun out, and share the file by parallel.calibration"
                 )
             return calibrate(config, ranks_of_node(config.parallel, options))
         return train(config, options) if rank is None else train_as_rank(config, options, rank)

@@ -205,9 +205,8 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
     set_aside = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
     if set_aside or any(recorded(folder / METRICS, "checkpoint", "resume", "end")):
         raise UserError(
-            f"{folder} had checkpoints, but none is in {CHECKPOINTS}/ any more. "
-            "Put one back, or start over: "
-            "another run.name, or run.overwrite=true, which deletes the folder"
+            f"{folder} had checkpoints, but none is in {CHECKPOINTS}/ any more. Put one back, or "
+            "start over: another run.name, or run.overwrite=true, which deletes the folder"
         )
 
 
@@ -239,10 +238,9 @@ def _refuse_changes(checkpoint: StepFolder, config: RunConfig, allowed: Sequence
 
     if fixed:
         remedy = (
-            "Its weights and its place in the data do not fit then. "
-            "For a new run that begins with what it trained, "
-            f"set another run.name and {INIT_FROM}={checkpoint.path}. If that does not fit either, "
-            "export it (mmtrain export --format hf) and begin with the folder"
+            "Its weights and its place in the data do not fit then. For a new run that begins with "
+            f"what it trained, set another run.name and {INIT_FROM}={checkpoint.path}. If that "
+            "does not fit either, export it (mmtrain export --format hf) and begin with the folder"
         )
     else:
         # of a list's elements the list

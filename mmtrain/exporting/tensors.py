@@ -107,8 +107,7 @@ def cast_to(
             if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
                 raise UserError(
                     f"{name} holds values up to {tensor[tensor.isfinite()].abs().max():.3g}, but "
-                    "float16 ends at "
-                    "65,504. Export with --dtype bfloat16 or float32"
+                    "float16 ends at 65,504. Export with --dtype bfloat16 or float32"
                 )
             return result
 
@@ -209,6 +208,5 @@ def require_space(folder: Path, size: int) -> None:
     if size > free:
         raise UserError(
             f"{folder.parent}: {size / 1e9:.2f} GB are needed, but {free / 1e9:.2f} GB are free. "
-            "Free space, or choose "
-            "another disk or a smaller --dtype"
+            "Free space, or choose another disk or a smaller --dtype"
         )

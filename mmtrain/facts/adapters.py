@@ -112,7 +112,6 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape])
     is_router = (layer.rpartition(".")[0], parameter.shape[0]) in routers
     if has_own_bias or is_experts or is_router:
         raise UserError(
-            f"model.lora.targets: {layer} cannot have an adapter: "
-            "it is all experts in one tensor, a router, or a qkv "
-            "with a separate bias tensor. Name the layers beside it instead."
+            f"model.lora.targets: {layer} cannot have an adapter: it is all experts in one tensor, "
+            "a router, or a qkv with a separate bias tensor. Name the layers beside it instead."
         )

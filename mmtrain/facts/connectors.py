@@ -37,7 +37,7 @@ class Cost(NamedTuple):
     for_input: float = 0  # elements that are kept for the gradient of its input
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operation:
     """A step of a connector. A new one is a class here and a module in model/trained."""
 
@@ -52,7 +52,7 @@ class Operation:
         return Cost()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shuffle(Operation):
     """Make one position of `factor` x `factor` patches, with all features (pixel unshuffle)."""
 
@@ -62,7 +62,7 @@ class Shuffle(Operation):
     key = "factor"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pool(Operation):
     """The mean of `factor` x `factor` positions."""
 
@@ -70,7 +70,7 @@ class Pool(Operation):
     key = "factor"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RmsNorm(Operation):
     name: str
     width: int
@@ -91,7 +91,7 @@ class LayerNorm(RmsNorm):
         return {f"{self.name}.{part}": (self.width,) for part in ("weight", "bias")}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Linear(Operation):
     name: str
     inputs: int
@@ -108,7 +108,7 @@ class Linear(Operation):
         return Cost(self.inputs * self.outputs, f"{self.name}.weight" in trained, self.inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gelu(Operation):
     """The exact GELU."""
 
@@ -118,7 +118,7 @@ class Gelu(Operation):
         return Cost(for_input=self.width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Swiglu(Operation):
     """The first half of the features, times SiLU of the second."""
 
@@ -130,7 +130,7 @@ class Swiglu(Operation):
         return Cost(for_input=1.5 * self.width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gated(Operation):
     """Linear layers gate_proj, up_proj and down_proj without bias: down(SiLU(gate(x)) * up(x))."""
 
@@ -161,7 +161,7 @@ class Branch(Operation):
     """Begin DeepStack's next merger: the operations behind it read that block's features."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Newline(Operation):
     """A trained embedding behind each line of an image's positions."""
 
@@ -172,7 +172,7 @@ class Newline(Operation):
         return {self.name: (self.width,)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sizes:
     """Sizes on which a connector's operations depend."""
 

@@ -187,9 +187,8 @@ def _layout(section: ModelSection, layout: type[ImageLayout], vision: VisionShap
     if vision.features_per_image % factor**2:
         fitting = [f"model.projector.factor={other}" for other in (2, 3, 4) if side % other == 0]
         raise UserError(
-            f"model.projector.factor: {factor} does not divide the grid of {chosen.name}, "
-            f"{side} x {side} patches ({vision.image_size} pixels in patches of "
-            f"{vision.patch_size}). Set "
+            f"model.projector.factor: {factor} does not divide the grid of {chosen.name}, {side} x "
+            f"{side} patches ({vision.image_size} pixels in patches of {vision.patch_size}). Set "
             f"{' or '.join(fitting or ['model.projector.type=mlp2x_gelu'])}"
         )
     size = vision.image_size

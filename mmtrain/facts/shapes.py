@@ -52,7 +52,7 @@ from mmtrain.facts.vision_files import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterShape:
     name: str  # the global one
     shape: Shape
@@ -62,7 +62,7 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LlmShape:
     """Facts of an LLM for planning. Widths are in elements, counts per layer."""
 
@@ -89,7 +89,7 @@ class LlmShape:
     scaled_by: str = ""  # key of a scale or cap that multimodal classes lack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VisionShape:
     """Facts of a vision encoder for planning, cut after the selected block."""
 
@@ -396,9 +396,8 @@ def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
     for name in names:
         if ".lora_" in name:
             raise UserError(
-                f"{folder}: its weights hold an adapter that is not merged ({escape(name)}). "
-                "Merge it first (peft: merge_and_unload, then save_pretrained), "
-                "and name that folder"
+                f"{folder}: its weights hold an adapter that is not merged ({escape(name)}). Merge "
+                "it first (peft: merge_and_unload, then save_pretrained), and name that folder"
             )
 
 

@@ -166,11 +166,10 @@ def preprocessing(folder: Path) -> Preprocessing:
     file, facts = image_settings(folder)
     if facts is None:
         raise UserError(
-            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation "
-            "of its images is unknown. Copy it from where the encoder was published. "
-            "For an encoder of your own write it in Python: "
-            "from transformers import SiglipImageProcessor (or its own class); "
-            f"SiglipImageProcessor().save_pretrained('{folder}')."
+            f"model.vision.name: {folder} has no preprocessor_config.json, so the normalisation of "
+            "its images is unknown. Copy it from where the encoder was published. For an encoder "
+            "of your own write it in Python: from transformers import SiglipImageProcessor (or its "
+            f"own class); SiglipImageProcessor().save_pretrained('{folder}')."
         )
     # Stock processors multiply the bytes of an image by the factor, then subtract the mean and
     # divide by the deviation.

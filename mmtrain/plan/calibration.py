@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """A processor that ranks share and compute on at once: all `ranks` of a machine on a CPU, one
     on a GPU.
@@ -58,7 +58,7 @@ class Device:
     is_gpu: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Key:
     """The conditions of a calibration; two runs with equal keys may share one."""
 
@@ -80,7 +80,7 @@ class Key:
     expected_attended_tiles: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerMeasures:
     """One kind of layer (see `costs.LayerKind`), for one micro-batch of the expected contents.
 
@@ -103,7 +103,7 @@ class LayerMeasures:
     recomputing_working_bytes: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MessageSeconds:
     """One message of the size that a micro-batch's messages have."""
 
@@ -115,7 +115,7 @@ class MessageSeconds:
     transfer: Seconds | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Calibration:
     __pydantic_config__ = EXACTLY
 
@@ -253,7 +253,7 @@ def load_calibration(file: Path) -> Calibration:
 # ---- seconds of what a step consists of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assumptions:
     """Rates assumed of a device that was not measured. Only ratios matter."""
 
@@ -277,14 +277,14 @@ CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
 between processes of one machine, whose 4 MB cost their sender 1.4 ms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerSeconds:
     forward: float
     backward: float  # 0 where nothing runs backward
     recomputing: float  # the backward if the layer recomputes its activations
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timings:
     """Seconds per micro-batch, of one rank while the others compute, too."""
 

@@ -38,7 +38,7 @@ TYPICAL_SIZE = 640, 480  # pixels of an image of which nothing else is known
 # ---- what a micro-batch holds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """The data that is computed on: a micro-batch in expectation, or a measured step."""
 
@@ -120,7 +120,7 @@ def _arranged_positions(work: Workload, layout: ImageLayout) -> float:
 # ---- what layers cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerKind:
     """Layers with equal costs: equal shapes, trained parameters and need of an input gradient."""
 
@@ -136,7 +136,7 @@ class LayerKind:
         return self.input_gradient or bool(self.trainable_names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCost:
     """One layer the planner may place; FLOPs and activation bytes are those of one micro-batch.
 
@@ -164,7 +164,7 @@ class LayerCost:
     quantised_bytes: int = 0  # of this part in fewer bits, where the run asks for that
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunCosts:
     """All that a plan is made of; layers in the order in which they run: front, decoder layers,
     head.
@@ -501,7 +501,7 @@ class _LayerCosts:
 # ---- the vision encoder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EncoderCost:
     """The vision encoder for one micro-batch: a stem (patches, positions, last norm) and blocks,
     which are alike.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FP32 = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerKind:
     """One kind of optimizer: how it is made, what it keeps of each trained weight, what it works
     in.
@@ -71,7 +71,7 @@ REST = "the rest"  # no pattern: it has a blank, which no parameter's name has
 _NOT_DECAYED = re.compile(r"(?i)bias|norm|[._]ln[._]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterGroup:
     name: str  # its patterns, or REST
     lr: float  # at its peak

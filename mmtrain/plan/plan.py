@@ -15,7 +15,7 @@ from mmtrain.plan.schedule import Chain, ranks_of
 from mmtrain.plan.simulate import StageSeconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StagePlan:
     """The contents of one stage: decoder layers [first, last), with the front or the head where it
     has them.
@@ -86,7 +86,7 @@ def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> Stage
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankPlan:
     """One process. Bytes are those of its fullest moment; flops are those of one step, what
     recomputes left out.
@@ -126,7 +126,7 @@ class RankPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamingPlan:
     """The source of streamed layers, and the tokens that hide their fetches."""
 
@@ -136,7 +136,7 @@ class StreamingPlan:
     microbatch_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupPlan:
     name: str  # its patterns
     lr: float  # at its peak
@@ -144,7 +144,7 @@ class GroupPlan:
     trainable: int  # elements
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UniformCut:
     """The decoder layers in equal parts instead: front and head on top, one stage a rank, no
     prefetch.
@@ -155,7 +155,7 @@ class UniformCut:
     step_time_ratio: float  # its step over this plan's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpectedImage:
     layout: str
     tiles: float  # squares for the encoder
@@ -165,7 +165,7 @@ class ExpectedImage:
     fits: bool  # whether a pack has room for the largest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The frozen answer to who holds and trains what, and in which order it runs."""
 
@@ -322,11 +322,10 @@ def _run(plan: Plan) -> Iterator[str]:
     if plan.memory_limit_bytes is not None:
         limit = f"{bytes_text(plan.memory_limit_bytes)} per rank"
     yield (
-        f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; "
-        "per step and replica "
-        f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
-        f"{counted(plan.packs_per_microbatch, 'pack')} of "
-        f"{counted(plan.pack_length, 'token')}; {limit}"
+        f"pipeline {plan.pipeline} x data {plan.data} = {counted(len(plan.ranks), 'rank')}; per "
+        f"step and replica {counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} "
+        f"of {counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}; "
+        f"{limit}"
     )
 
     image = plan.image

@@ -56,7 +56,7 @@ def limit_on_gpu(memory_bytes: int) -> int:
 # ---- streaming
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Streaming:
     """The frozen decoder layers that may be streamed, and their source."""
 
@@ -131,7 +131,7 @@ def streamed_layers(
 # ---- stages and ranks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """The facts besides the layers' costs on which a cut depends."""
 
@@ -162,7 +162,7 @@ class StageCost(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankCost:
     """The stages of one rank; seconds of one micro-batch, its slice of the encoder included."""
 

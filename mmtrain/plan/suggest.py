@@ -91,7 +91,7 @@ class Size(NamedTuple):
         return self != other and self[:2] == other[:2] and more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SuggestedLayout:
     overrides: Changes  # what differs from the config: with these `make_plan` gives this layout
     size: Size
@@ -101,7 +101,7 @@ class SuggestedLayout:
     step_seconds: float  # where costs are assumed, only ratios of these mean anything
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Suggestion:
     """The best layouts of a run for a number of devices."""
 
@@ -119,7 +119,7 @@ class Suggestion:
     not_tried: int  # candidates that might be among the best, beyond MOST_PLANS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Candidate:
     overrides: Changes  # what differs from the run's own config
     config: RunConfig  # with these

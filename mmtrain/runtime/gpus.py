@@ -29,7 +29,7 @@ CHOICE = "CUDA_VISIBLE_DEVICES"
 ON_THE_CPU = f"set {CHOICE}= to run on the CPU"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gpu:
     """One visible GPU; `free_bytes` is what no process held when it was asked."""
 
@@ -39,7 +39,7 @@ class Gpu:
     capability: tuple[int, int]  # compute capability, e.g. (9, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machine:
     """Visible GPUs, and what torch needs to use them."""
 

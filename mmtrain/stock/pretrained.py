@@ -56,9 +56,8 @@ def expand_pretrained(config: RunConfig) -> RunConfig:
                 keys[key] = getattr(section, name) or value
             elif name in section.model_fields_set and (own := getattr(section, name)) != value:
                 raise UserError(
-                    f"{key} is {shown(own)} in this configuration, but {shown(value)} "
-                    "in that folder; "
-                    f"leave it out, or {BY_PARTS}"
+                    f"{key} is {shown(own)} in this configuration, but {shown(value)} in that "
+                    f"folder; leave it out, or {BY_PARTS}"
                 )
         least, most = (keys[f"model.vision.{bound}"] for bound in BOUNDS)
         if least is not None and least > most:

@@ -190,9 +190,8 @@ class ShardStats:
             read = rejection.record + 1
             if self.reasons["missing_image"] == read > allowed:
                 raise UserError(
-                    f"the first {read:,} images are not where --images says, "
-                    f"the last is {rejection.detail}. "
-                    "Name the folder that the records' names are relative to"
+                    f"the first {read:,} images are not where --images says, the last is "
+                    f"{rejection.detail}. Name the folder that the records' names are relative to"
                 )
             if self.reasons.total() > allowed:
                 counts = ", ".join(f"{n:,} {code}" for code, n in self.reasons.most_common())

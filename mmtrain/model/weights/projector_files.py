@@ -192,10 +192,9 @@ def refuse_unfit(
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
             raise UserError(
-                f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} "
-                "for this run's encoder and LLM. Choose another file, or another "
-                "model.vision.name, model.llm.path, model.projector.factor or "
-                "model.projector.width"
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, but needs {needed[name]} for "
+                "this run's encoder and LLM. Choose another file, or another model.vision.name, "
+                "model.llm.path, model.projector.factor or model.projector.width"
             )
 
 
