@@ -2,8 +2,6 @@
 module.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

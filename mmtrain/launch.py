@@ -5,8 +5,6 @@ Nothing here imports torch before the configuration is known to be right and ran
 started.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

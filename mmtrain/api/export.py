@@ -83,6 +83,7 @@ def export(
         else:
             from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
+            assert base is not None, "peft has a default"
             exported = export_peft(checkpoint, folder, tensors, shard_bytes, base, show)
         if exported is not None and exported.unmarked:
             _log.info(exported.unmarked)

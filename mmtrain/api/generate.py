@@ -154,6 +154,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         else:
             encoder = config.get("vision_config") or {}
             stock = stock_class(config["model_type"], encoder.get("model_type"))
+            assert stock is not None, "`stock_folder` has refused other classes"
             _check_parts(stock, config, folder)
             model_class = stock.model_class
             processor = stock.load_processor(folder)

@@ -4,8 +4,6 @@ metrics.jsonl --Run.metrics--> steps and evaluations
     --progress_html--> a table and a curve, drawn as SVG
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Parsers of all commands: help that teaches by example, exit codes, numbers above 0."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -4,8 +4,6 @@ They hold verdicts of the probe, calibrations, the demo's data, exports for chat
 `pipe:` shards, indexes of shards in read-only folders, and shapes by `mmtrain record`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

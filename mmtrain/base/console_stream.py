@@ -8,8 +8,6 @@ waited would stall its peers until these time out. O_NONBLOCK instead of a threa
 user's shell, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

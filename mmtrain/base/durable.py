@@ -4,8 +4,6 @@ write under another name --> flush --> rename: readers see the old content or th
 part. A process that is killed leaves .NAME.<8 hex digits>.tmp, an error nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

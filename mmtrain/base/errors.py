@@ -4,8 +4,6 @@ exits with 2.
 Errors of /dev/shm, where processes share semaphores, name no file, and another one would be blamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterator

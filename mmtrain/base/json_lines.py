@@ -1,7 +1,5 @@
 """Records of a program for programs: one JSON object a line."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -6,8 +6,6 @@ here, which also takes logins out of addresses. Later lines of a message are ind
 text of a file looks like a message of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Progress of a long job: a live bar on a terminal, otherwise a line every few seconds."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

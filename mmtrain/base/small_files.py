@@ -5,8 +5,6 @@ A pipe, a device or a folder is refused instead of waited for; so is what is lar
 than any such file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

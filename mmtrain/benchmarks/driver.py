@@ -12,8 +12,6 @@ otherwise than training did, or take one prompt at a time. Here each is its stoc
 `mmtrain chat` does.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import json

@@ -5,8 +5,6 @@ needs another version of a package, pip puts that one into the new environment a
 itself has the versions of lmms_eval_constraints.txt.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import site

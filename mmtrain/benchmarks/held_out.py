@@ -8,8 +8,6 @@ of its tokens is ranked first, given the true tokens before: that is the run's e
 two answers of different tokens have the same text.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Not counted is what libraries allocate past torch, such as cuBLAS. On a CPU noth
 since its allocator keeps no figures: plans estimate what tensors take there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -12,8 +12,6 @@ what a call costs beyond its layers. A GPU is waited for after each call, so a c
 includes launches that a run overlaps with computing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

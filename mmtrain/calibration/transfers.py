@@ -9,8 +9,6 @@ size of micro-batch. On a CPU the differences include what a library's threads t
 compute.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

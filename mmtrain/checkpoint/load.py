@@ -3,8 +3,6 @@
 step folder --rank 0 reads--> each rank gets the weights that it trains, and their optimizer state
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ model.init_from         --names and shapes--> each tensor trains here too, or Us
 No torch here: the launcher decides before ranks start.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

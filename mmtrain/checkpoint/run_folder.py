@@ -4,8 +4,6 @@ The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengt
 is kept in discarded.jsonl, with the step that the run went back to. Two runs are never mixed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

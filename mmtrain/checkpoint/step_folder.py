@@ -10,8 +10,6 @@ It has its name when all of it is on the disk: it is a whole checkpoint, or one 
 later, which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -6,8 +6,6 @@ ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoint
 There is no state of random generators: every draw is a function of seed, purpose and step.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import json

@@ -13,8 +13,6 @@ Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run
 RUN/report.html.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

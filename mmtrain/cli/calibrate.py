@@ -5,8 +5,6 @@ on such devices find the result in the cache. To carry it to other machines, nam
 parallel.calibration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mmtrain.base.arguments import command_parser

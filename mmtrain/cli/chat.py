@@ -10,8 +10,6 @@ data.template=plain has learnt to caption: it says what it sees. The answer goes
 all else to standard error. A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -6,8 +6,6 @@ transformers, and its values are stored as bfloat16; memory holds the whole mode
 is run, and the originals are left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -79,7 +77,7 @@ def convert(folder: Path, out: Path) -> None:
             weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
             if file.is_file() and not weights and not file.name.startswith("."):
                 shutil.copyfile(file, out / file.name)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     total = 0
     for i, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"

@@ -6,8 +6,6 @@ Runs are real: the launcher trains the demo in a temporary folder, which stays o
 fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import signal

@@ -24,8 +24,6 @@ read again. --verify then compares the logits of the exported model with mmtrain
 samples, and answers to a batch of prompts with single answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ lengths depend on the LLM's tokenizer, on data.template and, for layouts that wr
 images, on model.vision.layout.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Every command takes a shipped configuration by its name, too: mmtrain plan example:NAME.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ calibration the plan has shares and no seconds; mmtrain calibrate measures these
 the best layouts for N devices instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mmtrain.base.arguments import command_parser

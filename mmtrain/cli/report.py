@@ -5,8 +5,6 @@ their answers, where time and memory went, samples, faults. A run leaves RUN/rep
 this command makes it again, also during the run.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ whoever runs it into paths, which records, pages and exports show. Therefore no 
 calls it a secret, none in other keys, none in `pipe:` URLs, whose programs could send it away.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -6,8 +6,6 @@ has beside its type and meaning.
 Every key is Free, Kept or Fixed: whether a resumed run may change it.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import re

@@ -1,7 +1,5 @@
 """A run configuration from YAML and overrides, and back: strict, every problem told at once."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -1,7 +1,5 @@
 """Keys of the models: what is frozen or trains, and where its files lie."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """Keys of a run's ranks: how many there are, what each holds, and where frozen weights are kept."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Annotated, Literal, Self
 

@@ -4,8 +4,6 @@ What is allowed is pydantic's message, what a key means is the description of it
 keys of other programs the table foreign_keys.yaml says what is set here instead.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

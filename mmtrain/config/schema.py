@@ -4,8 +4,6 @@ Each key is declared here once: type, bounds, default, meaning, and the marks of
 torch.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator

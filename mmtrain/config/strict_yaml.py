@@ -5,8 +5,6 @@ Refused, with line and column: a key given twice, deep nesting, tags, and anchor
 lines of them can stand for a thousand million values). A file has at most MAX_BYTES.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,7 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        lines = {}
+        lines: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):

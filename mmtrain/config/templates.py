@@ -8,8 +8,6 @@ So resumed runs are compared, and indexes made, by the text. `llava_v1`, `llama_
 in chat_templates/.
 """
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 from typing import Annotated, Literal

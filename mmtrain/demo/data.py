@@ -11,8 +11,6 @@ pictures. `demo:sheet-train` and `demo:sheet-held-out` are the pictures and ques
 two, each picture a note on a sheet of four times its width.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

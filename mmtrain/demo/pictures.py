@@ -11,8 +11,6 @@ permutation: what the vision encoder was trained on, what the projector is train
 neither has seen.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Literal
 

@@ -5,8 +5,6 @@ trained on the words alone, its vision encoder on the pictures alone; that both 
 scenes is what a projector has to find out.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

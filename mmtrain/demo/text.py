@@ -7,8 +7,6 @@ three items --ask_reversed--> the same form                       a rule of its 
     without a picture
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The check of packed attention, whose kernels differ from one kind of GPU to another."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

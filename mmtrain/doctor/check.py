@@ -9,8 +9,6 @@ FailedError or SkippedError. The child leads a process group with its runs and t
 killing the group ends them all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of the machine: GPUs, memory, environment variables. They start no CUDA."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import os

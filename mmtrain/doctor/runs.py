@@ -2,8 +2,6 @@
 one process.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -6,8 +6,6 @@ fingerprint that every frozen tensor is bit for bit what was loaded and that eve
 that had a gradient of more than rounding has moved. `audit.json` is the record of all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

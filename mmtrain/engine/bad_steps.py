@@ -11,8 +11,6 @@ of `bad_steps.jsonl`:
                        "supervised_tokens": 57, "keys": [...]}, ...]}
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

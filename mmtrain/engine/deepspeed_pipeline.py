@@ -6,8 +6,6 @@ for an empty list, backward without a graph, clipping without parameters, a mean
 means), and its checkpoints hold every frozen weight.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

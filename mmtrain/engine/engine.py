@@ -11,8 +11,6 @@
   decision.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ which trains nothing and a rank which trains everything take the same decisions 
 other.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ which a group has one queue for all that a rank sends and receives. With one gro
 queue the same messages in the same order (tests/deadlocks.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 

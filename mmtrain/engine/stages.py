@@ -2,8 +2,6 @@
 room.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Sums of a step or an evaluation, by name: on each rank, then over all ranks in one reduction."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -5,8 +5,6 @@ all ranks. On a CPU a mark is the time. On CUDA it is an event on the stream tha
 kernels run when the host has long gone on; the host's delays count, too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import time

@@ -6,8 +6,6 @@ StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time l
 The format is Google's "Trace Event Format"; a process is a replica, a thread of it a pipeline rank.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

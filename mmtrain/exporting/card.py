@@ -5,8 +5,6 @@
 Names from configurations and model folders are shown in its Markdown, never obeyed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

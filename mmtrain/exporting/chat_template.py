@@ -18,8 +18,6 @@ remove this very spelling, llama.cpp reads over it, vLLM and SGLang render by tr
 two more renderings an answer where no answer is asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

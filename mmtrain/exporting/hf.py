@@ -17,8 +17,6 @@ the LLM's family, tiny --exported, loaded by the class-->
     the same logits as the causal LM's own, or a refusal
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import tempfile

@@ -9,8 +9,6 @@ A tensor keeps its content, unless an adapter is merged into it: W + (alpha / r)
 it is written, cast to the export's type once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

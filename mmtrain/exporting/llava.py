@@ -13,8 +13,6 @@ mm_utils.py. That code reads a pickle with torch.load, so this is the one place 
 one: a plain dictionary of tensors.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -14,8 +14,6 @@ OUT/projector.safetensors, projector.json
 Which tensors peft will look for it is asked itself, with the base model on the meta device.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Collection, Iterable

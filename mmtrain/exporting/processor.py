@@ -15,8 +15,6 @@ size; others differ by up to 2 levels of 255, or more where a strip is stretched
 the backend.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

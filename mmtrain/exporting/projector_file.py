@@ -7,8 +7,6 @@ OUT/projector.json          models, steps, data, scores, versions (`origin`), an
 A run on text alone has trained.safetensors and trained.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ The folder may come from a stranger. A link in it may lead to a secret, and a fi
 code.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -6,8 +6,6 @@ names -> TensorSource --cast_to--> --write_shards, file by file--> model-00001-o
 Each file is read again after it was written. Cost: memory for the tensors of one file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -15,8 +15,6 @@ whose logits are nearly equal: what follows such a tie is not compared. Cost: th
 fp32 memory, one side after the other.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence

@@ -24,8 +24,6 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 `vision_model.`, which version 4 fills at random.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import timm

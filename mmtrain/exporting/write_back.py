@@ -5,8 +5,6 @@ folder of model.llm.path and model.vision.name
     --its tensors, trained ones in their place by name--> TensorSource by name on disk
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

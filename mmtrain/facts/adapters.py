@@ -7,8 +7,6 @@ The layer then gives W x + (alpha / r) B A x. A layer that a pattern names and t
 adapter is refused, never skipped.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

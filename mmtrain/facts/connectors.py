@@ -8,8 +8,6 @@ operations. A connector is a function here and its name in `ProjectorSection.typ
 have the names of the stock class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args

@@ -7,8 +7,6 @@ Names are those of published files (`vision.<name>` is a parameter's global name
 differ with the version of transformers, which the class's own conversion of weights hides.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

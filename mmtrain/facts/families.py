@@ -16,8 +16,6 @@ scale no token ids that they embed, whatever the text model's own class does. So
 conversion_mapping.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

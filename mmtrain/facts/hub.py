@@ -7,8 +7,6 @@ A mirror may be anybody's, and huggingface_hub makes paths of headers, follows l
 stores all that is sent: `_Answers` checks what a hub answers before that library reads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

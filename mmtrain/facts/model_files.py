@@ -5,8 +5,6 @@ come from the headers of its safetensors files, so a 70B checkpoint is described
 hundred kilobytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ arXiv:2305.14314, quantises the scales, too). Norms, biases, adapters, routers a
 mixer has besides matrices are small and keep all bits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Literal

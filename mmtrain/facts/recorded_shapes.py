@@ -8,8 +8,6 @@
       [4096], "lm_head.weight": [32000, 4096]}]}
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

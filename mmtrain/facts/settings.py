@@ -4,8 +4,6 @@ The bounds are far above what published models have. They keep a damaged or absu
 hours of work, a traceback, or memory that a rank lacks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mmtrain.base.errors import UserError

@@ -3,8 +3,6 @@
 The fingerprint of a tokenizer's files enters a shard's index: text lengths depend on them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

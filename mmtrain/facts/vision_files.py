@@ -7,8 +7,6 @@ transformers folder: config.json -> image_size, of vision_config where it holds 
 No torch here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ words --parse_words--> CONFIG, its changes, SHARDS --reading_of--> Reading: toke
     format, image layout, pack length
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass

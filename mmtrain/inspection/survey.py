@@ -6,8 +6,6 @@ sets of samples --order.PackOrder, as training plans-->
     Fill: packs, share of their tokens that is no padding
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

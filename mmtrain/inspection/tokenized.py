@@ -4,8 +4,6 @@ key --indexes--> every sample of this key --Reader--> Sample
     --template--> rows: position, token, its text, its label
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

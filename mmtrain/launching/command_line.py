@@ -1,7 +1,5 @@
 """The options of `mmtrain train`, and the help that teaches them."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -1,7 +1,5 @@
 """A run's data as its launcher sees them: there, of a known format, indexed, held out or not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

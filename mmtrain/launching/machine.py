@@ -1,7 +1,5 @@
 """Find what this machine gives a run: GPUs, cores, open files, memory, and who started us."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import multiprocessing

@@ -6,8 +6,6 @@ plan --> data checked --> run folder locked and prepared, where it begins --> ra
 The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

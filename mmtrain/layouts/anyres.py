@@ -10,8 +10,6 @@ black. Sources: `select_best_resolution`, `unpad_image` and `pack_image_features
 floating-point operations are in their order, since they round.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """One square between the texts of Idefics3Processor for an image that it does not split."""
 
-from __future__ import annotations
-
 from mmtrain.layouts.layout import ImageLayout, Tiling
 
 _BEFORE, _BEHIND = "<fake_token_around_image><global-img>", "<fake_token_around_image>"

@@ -6,8 +6,6 @@ start + column)
 Sources in transformers: `get_rope_index` of the families' models, and their processors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

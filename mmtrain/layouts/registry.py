@@ -1,7 +1,5 @@
 """The layouts by name: of model.vision.layout, and of data.images for a run without an encoder."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """One square without text: Llava's, InternVL's, PerceptionLM's, AyaVision's of one tile."""
 
-from __future__ import annotations
-
 from mmtrain.layouts.layout import ImageLayout
 
 

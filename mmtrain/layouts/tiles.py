@@ -5,8 +5,6 @@ shape, the whole picture stretched over it. Source: `get_optimal_tiled_canvas` (
 transformers; floating-point operations are in its order, since they round.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

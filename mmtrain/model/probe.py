@@ -12,8 +12,6 @@ cache. The work is done in a child without a GPU: a model that hangs or crashes 
 down.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

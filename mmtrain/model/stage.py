@@ -16,8 +16,6 @@ encoder's dtype. On a GPU no call waits for the device: masks and supervised pla
 host.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence

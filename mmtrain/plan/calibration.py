@@ -9,8 +9,6 @@ trains in them, sizes of a micro-batch, versions. It says nothing of layouts: an
 recomputation is predicted from it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -8,8 +8,6 @@ the head. How the encoder counts while cuts are compared is an `EncoderShare`; w
 chosen later (`search`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

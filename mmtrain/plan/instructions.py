@@ -10,8 +10,6 @@ layers are whole at once: the one that computes, and the next one, which is fetc
 layer that is used again soon stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -9,8 +9,6 @@ while it waits for a message. Results do not change by a bit; the price is the m
 between slices and of features.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right

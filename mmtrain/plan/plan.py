@@ -2,8 +2,6 @@
 text.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ config + model shapes --costs, timings--> seconds and bytes of each layer
     --schedule--> instructions per rank
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Refusals of the planner: an error says what was seen, what is needed, and what to change."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

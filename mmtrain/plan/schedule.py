@@ -20,8 +20,6 @@ waited for at the step's end: waiting inside the step can deadlock. Features for
 received at the end of the step that sends them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ the same lists. The search is deterministic. `least_step_seconds` is a lower bou
 without a cut or a schedule.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

@@ -13,8 +13,6 @@ A sender keeps a message until it knows that it has arrived: until its receiver 
 after using it. Backends that cannot be asked (gloo) keep all messages until the step's end.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from bisect import bisect_right

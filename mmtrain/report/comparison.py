@@ -2,8 +2,6 @@
 differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Headline of a page: answers to six questions about the run."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
 

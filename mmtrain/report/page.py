@@ -7,8 +7,6 @@ A Content-Security-Policy lets only these scripts and styles run, by their hashe
 fetch nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -8,8 +8,6 @@ safe to show; numbers have bounds. Memory grows by 16 bytes a value of a curve; 
 first entries and the number of all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 A section without data tells how to get it.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -4,8 +4,6 @@ places.
 No orphans: a process asks the kernel to be killed when the one that started it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing.util

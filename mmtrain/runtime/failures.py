@@ -5,8 +5,6 @@ peer"). The root cause is, in this order: a process that ended without an error 
 signal, say), the earliest error that is not the loss of a peer, the earliest loss of a peer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -6,8 +6,6 @@ driver file there? --child process: torch, libcuda, NVML--> one line of JSON --M
 Without a driver nothing is started and no torch imported.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

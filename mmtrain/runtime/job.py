@@ -1,7 +1,5 @@
 """The processes of a run, as their launcher describes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

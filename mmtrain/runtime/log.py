@@ -2,8 +2,6 @@
 writer's name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ All that it or a library prints, C++ included, goes to the run's log; rank 0 has
 console for progress.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import multiprocessing

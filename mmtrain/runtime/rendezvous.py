@@ -9,8 +9,6 @@ torch's own stores listen on every interface, whatever the endpoint says, and it
 unpickles a key of the store every five seconds, which runs what a stranger puts there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

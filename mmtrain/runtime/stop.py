@@ -9,8 +9,6 @@ at once, and waiting in C++ for that peer it could run no Python handler. So a t
 by the signal itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import mmap

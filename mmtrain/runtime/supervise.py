@@ -2,8 +2,6 @@
 left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

@@ -7,8 +7,6 @@ writes. What only the modules of a timm
 encoder tell (an activation, rotary positions) is known when it is exported.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Llava: one square an image, an MLP of two layers."""
 
-from __future__ import annotations
-
 from mmtrain.stock.stock_class import StockClass
 from mmtrain.stock.stock_folder import Keys, StockFolder
 

@@ -7,8 +7,6 @@ config.json, the processor's files --StockFolder, StockClass.read--> model.visio
 This is the inverse of what an export writes. What these keys cannot say is refused by name.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 

@@ -1,7 +1,5 @@
 """The folder of a whole multimodal model, as its stock class reads it; unfit files are refused."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

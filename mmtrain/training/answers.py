@@ -4,8 +4,6 @@ a document's prompt + the tokens written so far --Writing.ask--> a document --th
     next token --> Answer
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field, replace
 

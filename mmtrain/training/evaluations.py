@@ -6,8 +6,6 @@ packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> s
 Every rank constructs the same objects here and calls the same methods in the same order.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 

@@ -6,8 +6,6 @@ held-out samples --read once, in shard order--> documents --pack--> packs --repl
                                                           --permute_images--> the control's packs
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -2,8 +2,6 @@
 rank.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

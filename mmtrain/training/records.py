@@ -5,8 +5,6 @@ steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pic
     answers/<digest>.jpg
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

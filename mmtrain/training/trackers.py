@@ -6,8 +6,6 @@ A tracker that fails is left out from there: metrics.jsonl has everything. The l
 threads and processes of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

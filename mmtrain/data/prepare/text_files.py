@@ -7,8 +7,6 @@ column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
 Memory is that of a record, or of a COCO file. Every function raises UserError, when it gets there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools

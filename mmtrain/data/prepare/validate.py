@@ -11,8 +11,6 @@ any number of workers, and a run that was interrupted, make the same shards. A r
 two would write over each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -7,8 +7,6 @@ before, with add_generation_prompt) to the end mark behind it, where generation 
 </s>, ...).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

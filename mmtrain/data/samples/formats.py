@@ -20,8 +20,6 @@ Where a conversation has images and no mark, the marks are put before its first 
 writes them. Other samples raise BadSample.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -7,8 +7,6 @@ bytes of an image file --image_size--> how large it is, once it is turned
 What fails raises BadSample with a reason code; what passes, `sample.read_sample` accepts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

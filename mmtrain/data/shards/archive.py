@@ -7,8 +7,6 @@ Python's tarfile, and so webdataset, takes a damaged header for the archive's en
 in silence. Nothing is ever extracted.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator

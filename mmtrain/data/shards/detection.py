@@ -5,8 +5,6 @@ shards --headers, and texts of the first SEEN samples-->
 indexed shards --> those in which no sample can be trained on
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import Counter

@@ -4,8 +4,6 @@ tasks --at most 2 x workers held--> work(task, advance), each in one of the work
     results, in the tasks' order
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import multiprocessing

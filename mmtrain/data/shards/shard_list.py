@@ -9,8 +9,6 @@ Samples are read by offset, in an order that changes every epoch, so what a prog
 a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -5,8 +5,6 @@ tar, index --every member's CRC32; every header--> DamagedMember: shard, key, of
 The padding between a member's end and the next header is not compared: nothing reads it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from pathlib import Path

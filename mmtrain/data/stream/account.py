@@ -8,8 +8,6 @@ micro-batches that the engine takes --watch--> keys, faults, counts of this repl
 Only what a step has used counts, not what workers or the encoder have prepared.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspec
                  speak of
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal

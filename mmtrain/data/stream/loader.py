@@ -14,8 +14,6 @@
 The whole state is the number of the next step: nothing was drawn that it does not tell.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -12,8 +12,6 @@ or the workers. Draws come from numpy's RandomState, whose streams are frozen (N
 through SHA-256.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from bisect import bisect_left, bisect_right, insort

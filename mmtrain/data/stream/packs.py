@@ -6,8 +6,6 @@ packs: lists of documents, and of gaps where samples are quarantined
     --to_device--> the tensors where the model is
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ Parameters have their published names. Source: `modeling_moonvit.py` of moonshot
 with which it was compared on random weights (3e-7 of the largest feature).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -8,8 +8,6 @@ A cell is F x F positions of features, F the connector's factor; each is one pat
 patches that the encoder's own merger joins. Every picture is encoded as if it were alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ comes after the selected block is neither run nor kept, but for the last norm on
 `select_layer` counts as in LLaVA: -1 is the last block's output, -2 the one before.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping, Sequence

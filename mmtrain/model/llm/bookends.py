@@ -9,8 +9,6 @@ states that this stage received, whatever came before, and the one after it keep
 result.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import itertools

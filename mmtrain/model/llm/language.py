@@ -10,8 +10,6 @@ replaced (bookends.py). Cutting the list is wrong wherever the stock forward sca
 stage would multiply granite's 12 in.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

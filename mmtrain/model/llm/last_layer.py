@@ -10,8 +10,6 @@ trainable layer's gradients are exact. Which families this is right for is measu
 (`parity.takes_rows`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

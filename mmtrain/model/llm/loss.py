@@ -7,8 +7,6 @@ The gradient is made in the forward pass, chunk by chunk, so that the largest bu
 logits instead of all of them (139 MB against 1,479 MB for 4,096 tokens and a vocabulary of 32,000).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ the same in one packed row (1, 38) --slices, packed attention--> staged
         too)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -10,8 +10,6 @@ applies them. Attention windows become 8 tokens, so that documents of 20 tokens 
 them.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import re

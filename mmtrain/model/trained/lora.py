@@ -9,8 +9,6 @@ would keep its input in fp32 besides. What they learn is kept by master weights,
 that trains.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

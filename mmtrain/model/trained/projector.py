@@ -6,8 +6,6 @@ vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), 
 stored in. `facts.connectors` says which operations a projector is made of.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ them and refuses every other name (torch/_weights_only_unpickler.py); what comes
 before anything is done with it.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping

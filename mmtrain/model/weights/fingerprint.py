@@ -2,8 +2,6 @@
 equal.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

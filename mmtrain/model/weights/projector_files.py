@@ -17,8 +17,6 @@ LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/buil
 takes any prefix.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

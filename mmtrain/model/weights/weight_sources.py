@@ -6,8 +6,6 @@ peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
 nf4, int8  codes and scales of bitsandbytes on the device; a fetch dequantises
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
