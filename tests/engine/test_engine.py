@@ -106,7 +106,9 @@ def train_warmed_up(config, prefetched, warms_up):
     assert engine.weights.optimizer_state() == {} and not engine.saw_gradient
     eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
     stream = (
-        itertools.chain.from_iterable(map(batches, eight[1:])) if engine.pipeline_rank == 0 else None
+        itertools.chain.from_iterable(map(batches, eight[1:]))
+        if engine.pipeline_rank == 0
+        else None
     )
     local = engine.plan.microbatches_per_step
     said = [
