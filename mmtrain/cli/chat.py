@@ -89,7 +89,8 @@ def _chat(options: argparse.Namespace) -> None:
                 "--prompt is missing. Without a terminal, a model without pictures needs "
                 "a question there"
             )
-        conversation.ask(options.prompt or f"Describe the image{'s' * (len(images) > 1)}.")
+        described = "images" if len(images) > 1 else "image"
+        conversation.ask(options.prompt or f"Describe the {described}.")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
