@@ -35,7 +35,7 @@ from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage, streamed_of
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order, uses_of
-from mmtrain.plan.optimizers import REST, parameter_groups
+from mmtrain.plan.optimizer_kinds import REST, parameter_groups
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 
@@ -70,7 +70,7 @@ class FrozenPipelineEngine:
         packs = config.train.packs_per_microbatch
         self._deepspeed = deepspeed_engine(packs, plan, stages, self.optimizer)
         self.device: torch.device = self._deepspeed.device
-        self.stage_id = self._deepspeed.stage_id
+        self.pipeline_rank = self._deepspeed.stage_id
         self.global_rank = self._deepspeed.global_rank
         self._replica = plan.ranks[self.global_rank].data
         self._groups = parameter_groups(config.optimizer, self.trainable)
@@ -102,7 +102,7 @@ class FrozenPipelineEngine:
         self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
         models = models_of(config)
         self._integer_rows = 5 if models.has_grid_positions else 2
-        first = self.stages[self.stage_id]
+        first = self.stages[self.pipeline_rank]
         self._dtype = first.dtype
         self._shape = (packs, config.data.pack_length, first.language.hidden_size)
 
@@ -175,7 +175,7 @@ class FrozenPipelineEngine:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads
         them from `batches`.
 
-        Where slices of the encoder are ahead, stage 0 also reads micro-batches of coming steps:
+        If the plan encodes images ahead of time, stage 0 also reads micro-batches of later steps:
         give the same iterator to every step. A step whose loss or gradient is not finite changes no
         parameter. Raises NonFiniteError, on every rank, once the run has had more such steps than
         `train.max_bad_steps`.
@@ -238,11 +238,11 @@ class FrozenPipelineEngine:
         microbatches: int,
     ) -> None:
         """Run lists that use `microbatches`; a prelude uses none."""
-        # the first one: something may still wait for the whole device
+        # in the first schedule a kernel may still wait for the whole device: post nothing ahead
         if not self._posts_ahead[self.is_training]:
             schedule = in_common_order(schedule)
             self._posts_ahead[self.is_training] = microbatches > 0
-        instructions = schedule[self.stage_id]
+        instructions = schedule[self.pipeline_rank]
         if self._streamed is not None:
             stages = self.plan.ranks[self.global_rank].stages
             streamed = {stage.stage: stage.streamed for stage in stages}
@@ -295,7 +295,7 @@ class FrozenPipelineEngine:
             images=len(batch.tilings),
             tiles=taken.tiles,
         )
-        # the last replica's share ends with the step's last pack
+        # only the last replica has the step's last pack, so it tells the epoch
         if self._replica == self.plan.data - 1:
             self._sums["epoch"].fill_(batch.epochs[-1])
         self._keys[self._replica, microbatch] = batch.keys

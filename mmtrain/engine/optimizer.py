@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
-from mmtrain.plan.optimizers import REST, optimizer_of, parameter_groups
+from mmtrain.plan.optimizer_kinds import REST, optimizer_of, parameter_groups
 
 NAMES_SHOWN = 5  # of each kind, in an error
 
@@ -182,9 +182,9 @@ def learning_rate(
     """Return the learning rate at 0-based `step`: a linear warm-up, which begins above 0, to
     `peak`; then `schedule`.
 
-    Half a cosine (arXiv:1608.03983), a straight line, or, for wsd (arXiv:2404.06395), the peak and
-    then a straight line (arXiv:2405.18392) falls to `min_lr_fraction * peak`, which it reaches one
-    step after the last.
+    `constant` stays there. `cosine` (arXiv:1608.03983) and `linear` fall at once; `wsd`
+    (arXiv:2404.06395) stays, then falls in a straight line (arXiv:2405.18392). Each would reach
+    `min_lr_fraction * peak` one step after the last.
     """
     warmup = math.ceil(config.warmup_fraction * max_steps)
     if step < warmup:

@@ -1,1 +1,1 @@
-"""What shards hold, before a run: `mmtrain inspect`."""
+"""Show shards before a run: `mmtrain inspect`."""

@@ -25,7 +25,7 @@ class UnfitImage(ValueError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The positions of a grid that show the picture, and the number that is made of them."""
+    """The positions of a padded grid that show the picture, and to how many they are resized."""
 
     top: int  # rows of positions above the picture, and below it, that are left out
     left: int  # positions before it in a row, and behind it, that are left out
@@ -87,7 +87,8 @@ class ImageLayout:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """A key of the texts around images: equal for layouts that write equal ones, empty: none.
+        """An identity of the texts around images: layouts with equal keys write equal texts; empty
+        where they write none.
 
         Lengths of texts depend on it.
         """

@@ -1,4 +1,4 @@
-"""One pipeline stage: its layers, with one boundary contract.
+"""One pipeline stage: its layers, and the tensors that it takes and gives.
 
 stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse-->
     hidden (B, L, D)
@@ -83,8 +83,8 @@ class Stage(nn.Module):
         return self.vision is None or not any(p.requires_grad for p in self.vision.parameters())
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with its global name; each slice of the encoder has those around
-        its blocks.
+        """Yield every parameter with its global name. Each slice of the encoder also yields those
+        outside the blocks.
         """
         if self.vision is not None:
             yield from self.vision.global_parameters()
@@ -318,8 +318,8 @@ def fuse(
 
 
 class _Put(torch.autograd.Function):
-    """`index_copy` into dimension 0 that does not keep the rows until backward, as torch's does for
-    their shape.
+    """`index_copy` into dimension 0 that frees the rows; torch's keeps them until backward for
+    their shape alone.
     """
 
     @staticmethod
@@ -381,7 +381,7 @@ def build_stage(
     )
     add_adapters(language.model, section.lora, canonical_name, seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
-    # not layers behind which DeepStack adds to all image tokens
+    # the last layer stays whole where DeepStack adds to image tokens behind it
     is_narrow = stage.last > max(stage.first, len(models.published_vision.deepstack))
     if stage.head and is_narrow and takes_rows(language.model.config):
         language.narrow_last_layer()

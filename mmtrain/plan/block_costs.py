@@ -150,7 +150,13 @@ class Mixer:
         """Features that its last matrix reads."""
         return next(shape[1] for name, shape in self.shapes.items() if name in _OUT)
 
-    def parts(self, block: Block, size: int, tokens: float, document: float) -> list[Part]:
+    def parts(
+        self,
+        block: Block,
+        size: int,
+        tokens: float,
+        document: float,
+    ) -> list[Part]:
         """Parts of its work besides matrices, over documents of one length.
 
         FLOPs are those that torch counts of transformers' code without a library's kernels. Bytes
@@ -370,7 +376,13 @@ class _BlockParts:
         else:
             self._add_matrix(parameter, local, sublayer, in_mixer)
 
-    def _norm(self, elements: int, local: str, sublayer: Sublayer, is_trained: bool) -> Part:
+    def _norm(
+        self,
+        elements: int,
+        local: str,
+        sublayer: Sublayer,
+        is_trained: bool,
+    ) -> Part:
         """Return a norm's part: it keeps its input in fp32 and one factor per row; training its
         weight keeps the normed input too.
         """

@@ -32,7 +32,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import BITS
 from mmtrain.plan.costs import LayerCost, RunCosts
-from mmtrain.plan.optimizers import FP32
+from mmtrain.plan.optimizer_kinds import FP32
 from mmtrain.plan.simulate import MessageCost
 from mmtrain.runtime.gpus import threads_of_rank, usable_cores
 

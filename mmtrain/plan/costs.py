@@ -28,7 +28,7 @@ from mmtrain.facts.shapes import ParameterShape, VisionShape, matches_any
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.plan.block_costs import Block, Flops, Part, Sublayer, block_parts, keys_seen, total
 from mmtrain.plan.instructions import offsets_of
-from mmtrain.plan.optimizers import ADAMW, FP32, OptimizerKind, optimizer_of
+from mmtrain.plan.optimizer_kinds import ADAMW, FP32, OptimizerKind, optimizer_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 INTEGER = 8  # bytes of a token id, position or label

@@ -153,7 +153,12 @@ def _after(chain: Sequence[int], rank: int, distance: int = 1) -> int:
     return chain[(chain.index(rank) + distance) % len(chain)]
 
 
-def between(stage: int, consumer: int, microbatch: int, ranks: int) -> Message | None:
+def between(
+    stage: int,
+    consumer: int,
+    microbatch: int,
+    ranks: int,
+) -> Message | None:
     """A message from a stage to the one after or before it; None if both are on one rank."""
     if ranks == 1:
         return None

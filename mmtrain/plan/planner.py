@@ -23,7 +23,7 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import expected_image, minimal_flops
 from mmtrain.plan.cuts import boundaries_of, given_cut, uniform_cut
 from mmtrain.plan.instructions import fetches_of, uses_of
-from mmtrain.plan.optimizers import parameter_groups
+from mmtrain.plan.optimizer_kinds import parameter_groups
 from mmtrain.plan.plan import (
     ExpectedImage,
     GroupPlan,

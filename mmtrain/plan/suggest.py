@@ -391,7 +391,12 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     )
 
 
-def _packs(train: TrainSection, pack_length: int, pipeline: int, data: int) -> Iterator[int]:
+def _packs(
+    train: TrainSection,
+    pack_length: int,
+    pipeline: int,
+    data: int,
+) -> Iterator[int]:
     """Packs a micro-batch: more of them hide fetches, and take more memory."""
     if train.packs_per_step % data:
         return

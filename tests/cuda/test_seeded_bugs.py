@@ -138,7 +138,7 @@ def one_step(config, orders: Sequence[int] = (0,), bugs: Sequence[Bug] = ()):
             runtime.fake_cuda_order_by(order)
         engine.weights.load(first, {})
         batches = (as_batch(microbatch, config.data.pack_length) for microbatch in STEP)
-        result = engine.train_step(batches if engine.stage_id == 0 else None)
+        result = engine.train_step(batches if engine.pipeline_rank == 0 else None)
         engine.step_index = 0
         return result.loss, result.grad_norm
 

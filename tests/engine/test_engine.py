@@ -106,7 +106,9 @@ def train_warmed_up(config, prefetched, warms_up):
     assert engine.weights.optimizer_state() == {} and not engine.saw_gradient
     eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
     stream = (
-        itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
+        itertools.chain.from_iterable(map(batches, eight[1:]))
+        if engine.pipeline_rank == 0
+        else None
     )
     local = engine.plan.microbatches_per_step
     said = [
@@ -116,7 +118,7 @@ def train_warmed_up(config, prefetched, warms_up):
     planned = engine.plan.schedule
     first = in_common_order(planned) if warms_up else planned
     for number, schedule in enumerate((first, planned)):
-        instructions = schedule[engine.stage_id]
+        instructions = schedule[engine.pipeline_rank]
         assert (
             tuple(what for at, what in executed if at == number)[-len(instructions) :]
             == instructions

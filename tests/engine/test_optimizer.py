@@ -15,7 +15,7 @@ from mmtrain.engine.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from mmtrain.plan.optimizers import parameter_groups
+from mmtrain.plan.optimizer_kinds import parameter_groups
 
 
 def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():

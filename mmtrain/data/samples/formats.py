@@ -116,7 +116,8 @@ ENOUGH = 0.99
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
     """Return the formats to try.
 
-    llava is left out where it would ignore a system prompt, or a mark not to supervise.
+    llava is not tried where a record has a system prompt of its own or an answer marked as not to
+    train on: it would ignore both.
     """
     if any(map(_says_more_than_llava, records)):
         return NAMES[1:]
@@ -240,7 +241,7 @@ def qa_turns(record: object, images: int) -> Turns:
     """Return the turns of a record that names its questions and answers; raises BadSample.
 
     Of several answers to one question, as annotators of VQA gave them, the most frequent is taken,
-    or else the first; of numbers, which may be a box, only one that more than half of them are.
+    on a tie the first. Of numbers one counts only if more than half are equal: they may be a box.
     """
     messages = []
     pairs = first_held(record, TEXTS_KEYS)

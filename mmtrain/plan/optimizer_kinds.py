@@ -1,5 +1,5 @@
-"""Optimizers, as plans, engine and checkpoints know them; and the learning rates of parts of a
-model.
+"""Kinds of optimizers, as plans, engine and checkpoints know them, and the peak learning rate of
+each part of a model; `engine/optimizer.py` updates, along the schedule of the rate.
 
 A new optimizer needs an OptimizerKind here, its name in `optimizer_of`, and a key in
 `config/schema.py` to choose it.
