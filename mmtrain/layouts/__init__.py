@@ -1,1 +1,1 @@
-"""How an image becomes tiles and positions, from its size alone; one file a layout."""
+"""Image layouts: tiles and positions of an image, from its size alone; one file a layout."""

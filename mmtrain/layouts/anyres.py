@@ -170,7 +170,8 @@ def _best_resolution(width: int, height: int, grids: Grids) -> tuple[int, int]:
     def value(grid: tuple[int, int]) -> tuple[int, int]:
         grid_height, grid_width = grid
         scale = min(grid_width / width, grid_height / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
+        shown = int(width * scale) * int(height * scale)
+        kept = min(shown, width * height)
         wasted = grid_width * grid_height - kept
         return kept, -wasted
 

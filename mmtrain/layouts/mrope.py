@@ -35,7 +35,8 @@ class MropeLayout(Native):
         return self.image_token.join(self.around)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
-        return self.around[0], tiling.positions, self.around[1]
+        before, behind = self.around
+        return before, tiling.positions, behind
 
 
 class QwenVl(MropeLayout):

@@ -100,6 +100,7 @@ def _nearest_shape(
 
 @functools.cache
 def _grids(max_tiles: int) -> list[tuple[int, int]]:
-    pairs = itertools.product(range(1, max_tiles + 1), repeat=2)
+    sides = range(1, max_tiles + 1)
+    pairs = itertools.product(sides, repeat=2)
     grids = [pair for pair in pairs if math.prod(pair) <= max_tiles]
     return sorted(grids, key=math.prod)
