@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK
-from mmtrain.facts.connectors import connector
+from mmtrain.facts.connectors import CONNECTORS, connector, connector_parameters, has_deepstack
 from mmtrain.facts.models import models_of
 from mmtrain.facts.shapes import ParameterShape, matches_any
 from mmtrain.model.encoder.vision import load_vision
@@ -426,29 +426,27 @@ def test_a_llama_layer_saves_the_bytes_that_torch_saves(
     assert expected == pytest.approx(actual, rel=0.08)  # 0.15 was asked for
 
 
-CONNECTORS = [("linear", None), ("mlp2x_gelu", None), ("mlp2x_gelu_pool", 2)]
-CONNECTORS += [(f"shuffle_{kind}", 2) for kind in ("swiglu", "mlp2x_gelu", "linear")]
+def connectors_and_what_trains() -> Iterator[tuple[str, str]]:
+    """Yield each connector for one encoder's features, whole, and its biases where it has some."""
+    for kind in CONNECTORS:
+        section = ProjectorSection(type=kind)
+        if has_deepstack(section):
+            continue
+        yield kind, "projector"
+        names = [parameter.name for parameter in connector_parameters(connector(section, 1, 2))]
+        if any(name.endswith(".bias") for name in names):
+            yield kind, "projector.*.bias"
 
 
-@pytest.mark.parametrize(
-    ("kind", "factor", "trained"),
-    [
-        *((*one, "projector") for one in CONNECTORS),
-        *((*one, "projector.*.bias") for one in CONNECTORS if one[0] != "shuffle_linear"),
-    ],
-)
-def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(
-    kind: str, factor: int | None, trained: str
-) -> None:
+@pytest.mark.parametrize(("kind", "trained"), connectors_and_what_trains())
+def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(kind: str, trained: str) -> None:
     demo = {
         "model__llm__path": "demo:llm",
         "model__vision": {"name": "demo:vision", "select_layer": -1},
     }
-    demo["model__projector"] = {"type": kind, "factor": factor}
+    demo["model__projector"] = {"type": kind}
     front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.tiles
-    projector = make_projector(
-        connector(ProjectorSection(type=kind, factor=factor), 128, 128), seed=0
-    )
+    projector = make_projector(connector(ProjectorSection(type=kind), 128, 128), seed=0)
     for name, parameter in projector.named_parameters():
         parameter.requires_grad_(matches_any(f"projector.{name}", (trained,)))
     features = torch.randn(1, 16, 128)

@@ -25,7 +25,7 @@ from transformers.models.perception_lm.modeling_perception_lm import PerceptionL
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.connectors import connector, connector_parameters
+from mmtrain.facts.connectors import CONNECTORS, connector, connector_parameters
 from mmtrain.model.trained.projector import make_projector
 
 VISION, LLM = (
@@ -45,6 +45,10 @@ SECTIONS = [
         for factor in (2, 4)
     ),
 ]
+
+
+def of_type(kind: str) -> ProjectorSection:
+    return ProjectorSection(type=kind)
 
 
 def stock_projector(section: ProjectorSection) -> nn.Module:
@@ -112,7 +116,7 @@ def test_a_projector_is_the_one_of_the_stock_class(section):
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=str)
+@pytest.mark.parametrize("section", [*SECTIONS, *map(of_type, CONNECTORS)], ids=str)
 def test_parameters_are_those_the_planner_counts(section):
     projector = make_projector(connector(section, 12, 20), seed=0)
     ours = {f"projector.{name}": tuple(p.shape) for name, p in projector.named_parameters()}
