@@ -34,7 +34,7 @@ BOUNDS = {
     "layouts": (0, 8),
     "model": (34, 101),
     "plan": (68, 190),
-    "report": (16, 41),
+    "report": (14, 40),
     "runtime": (21, 19),
     "stock": (4, 27),
     "training": (13, 33),

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from mmtrain.base.printing import counted, first_few, percent
 from mmtrain.base.progress import clock
 from mmtrain.report.elements import NOT_EVALUATED, NOT_YET, Finding, Tone, listed, number
-from mmtrain.report.records import Record, RunRecord
+from mmtrain.report.records import Evaluation, RunRecord
 
 SHOWN = 4  # names in a sentence
 NO_PLAN = "plan.json is missing or not readable."
@@ -64,7 +64,7 @@ def audit_sentence(run: RunRecord) -> str:
     if not run.audit.passed:
         why = first_few(run.audit.failures, SHOWN) or "audit.json does not say why"
         return f"The audit failed: {why}."
-    ranks = counted(run.audit.ranks, "rank")
+    ranks = counted(len(run.audit.ranks), "rank")
     return f"The audit passed on {ranks}: {run.audit.result}."
 
 
@@ -180,7 +180,7 @@ def _looked(run: RunRecord) -> Finding:
     return Finding("no sign of it", text, "bad")
 
 
-def _gain(first: Record, second: Record) -> tuple[float, float, float] | None:
+def _gain(first: Evaluation, second: Evaluation) -> tuple[float, float, float] | None:
     """Return the share of exact answers of `first` less that of `second`, with its 95% interval.
 
     By Newcombe's method 10, from Wilson's intervals of the shares: R. G. Newcombe, Statistics in
@@ -202,19 +202,19 @@ def _gain(first: Record, second: Record) -> tuple[float, float, float] | None:
     return added, added - math.hypot(down, other_up), added + math.hypot(up, other_down)
 
 
-def _scores(scores: Record) -> str:
+def _scores(scores: Evaluation) -> str:
     loss = f"loss {number(scores.loss)}"
     if scores.exact_match is None:
         return loss
     return f"exact match {percent(scores.exact_match)}, {loss}"
 
 
-def _few(first: Record, second: Record) -> bool:
+def _few(first: Evaluation, second: Evaluation) -> bool:
     """Return whether too few answers are exact to say anything."""
     return max(first.exact_match or 0.0, second.exact_match or 0.0) < FEW_EXACT
 
 
-def _compare(first: Record, second: Record) -> tuple[float, bool]:
+def _compare(first: Evaluation, second: Evaluation) -> tuple[float, bool]:
     """Return a number above 0 if `first` is better, below 0 if worse, and whether loss decides.
 
     It is 0 where the difference is not clear.

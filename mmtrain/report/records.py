@@ -13,37 +13,36 @@ import json
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import whole_lines
 from mmtrain.base.printing import disclosed, escape, first_few
-from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
+from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
 from mmtrain.checkpoint import run_folder as files
 from mmtrain.config.strict_yaml import read_yaml
 
 LISTED = 50  # entries kept of each list
 MAX_QUESTIONS = 100
 MAX_CHARACTERS = 2000
-MAX_ENTRIES = 50_000  # of a list in a record
 MAX_POINTS = 2000  # of a curve in a chart
 # fields of a step that are drawn, and those that are added up
 CURVES = ["loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"]
 TOTALS = ["samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"]
+EVENTS = ["resume", "end", "checkpoint_failed"]  # kinds of records that are events
 BUSY = ["compute", "communication", "data", "fetching"]  # kinds of a rank's time
+MAX_RANKS = 4096
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
-WRONG = (ValueError, TypeError, AttributeError, KeyError)  # raised by readers of values
-Record = SimpleNamespace  # an object of a file, with those of its fields that are shown
-Reader = Callable[[Any], Any]  # checks a JSON value and makes it safe; raises one of WRONG
+T = TypeVar("T")
 
 
-# ---- readers of values
+# ---- records, as files hold them
 
 
 def shown(text: str) -> str:
@@ -53,164 +52,185 @@ def shown(text: str) -> str:
     return escape(disclosed(text), MAX_CHARACTERS)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return shown(value)
+Text = Annotated[str, AfterValidator(shown)]
+Number = float  # "nan" and "inf" in the file are numbers, too: a bad step has them
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Measure = Annotated[float, Field(ge=0, le=1e30)]  # seconds, bytes
+PerRank = Annotated[list[Measure], Field(max_length=MAX_RANKS)]
 
 
-def _within(most: float, value: Any) -> Any:
-    if not 0 <= value <= most:
-        raise ValueError(value)
-    return value
+class _Metric(BaseModel):
+    step: Count
+    time: Annotated[float, Field(ge=0, le=1e11)]  # Unix seconds
 
 
-def _score(value: Any) -> tuple[float, float | None]:
-    score, error = value
-    return float(score), None if error is None else float(error)
+class Train(_Metric):
+    """One step, counted from 0."""
+
+    kind: Literal["train"]
+    loss: Number | None
+    grad_norm: Number
+    lr: Number
+    lr_groups: dict[Text, Number] = {}  # only with optimizer.groups
+    samples: Count
+    images: Count
+    tiles: Count
+    tokens: Count
+    supervised_tokens: Count
+    quarantined: Count
+    no_update: Text | None
+    seconds: Measure
+    tokens_per_second: Number
+    idle_fraction: PerRank
+    compute_seconds: PerRank
+    communication_seconds: PerRank
+    data_seconds: PerRank
+    fetching_seconds: PerRank
+    peak_memory_bytes: PerRank
+    model_flops_utilization: Number | None
 
 
-def _kind(value: Any) -> Any:
-    return isinstance(value, dict) and value.get("kind")
+class Evaluation(_Metric):
+    """Scores on held-out samples after `step` updates; `eval_permuted` is the control."""
+
+    kind: Literal["eval", "eval_permuted"]
+    loss: Number | None
+    token_accuracy: Share | None
+    exact_match: Share | None
+    answers: Count
+    samples: Count
+    seconds: Measure
+    permuted_samples: Count = 0  # only of the control
 
 
-TYPES: dict[str, Reader] = {
-    "count": partial(_within, 2**53),
-    "flag": bool,
-    "kind": _kind,  # of a whole record
-    "length": len,
-    "measure": partial(_within, LARGEST),  # seconds, bytes
-    "number": float,  # reads the "nan" and "inf" of a bad step, too
-    "score": _score,  # with its standard error
-    "share": partial(_within, 1),
-    "text": _text,
-    "unix": partial(_within, 1e11),  # seconds since 1970
-}
+class Begin(_Metric):
+    kind: Literal["begin"]
+    device: Text
+    versions: dict[Text, Text]
 
 
-def _list(reader: Reader, value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
-        raise ValueError(value)
-    return list(map(reader, value))
+class Epoch(_Metric):
+    kind: Literal["epoch"]
+    step: Count = 0  # is not recorded
+    epoch: Count
+    complete: bool
+    packs: Count
+    read: Count
+    trained: Count
+    quarantined: Count
+    overlong: Count
 
 
-def _typed(kind: str) -> Reader:
-    """Return the reader of `count`, `count?` (or null), `count[]` (a list), `count{}` (by name)."""
-    if kind in TYPES:
-        return TYPES[kind]
-    if kind.endswith("?"):
-        reader = _typed(kind[:-1])
-        return lambda value: None if value is None else reader(value)
-    reader = _typed(kind[:-2])
-    if kind.endswith("[]"):
-        return partial(_list, reader)
-    return lambda value: {shown(name): reader(part) for name, part in value.items()}
+class Other(_Metric):
+    """A record that is an event, or is not shown."""
+
+    kind: Literal["resume", "end", "checkpoint_failed", "attention", "checkpoint"]
+    error: Text = ""  # only of a failed checkpoint
 
 
-def _record(*lines: str) -> Reader:
-    """Return a reader of objects; a line is a type and the names of the fields that have it.
+Metric = Annotated[Train | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
 
-    Its ValueError names a field that is missing or wrong.
+
+class Quarantined(BaseModel):
+    """A sample that could not be used; without a step it was left out from the start."""
+
+    step: Count | None
+    key: Text
+    shard: Text
+    reason: Text
+    detail: Text
+
+
+class BadStep(BaseModel):
+    """A step without an update, because of NaN or infinity."""
+
+    step: Count
+    ranks: list[Count]
+    parameters: list[Text]
+
+
+class Discarded(BaseModel):
+    """A record behind the checkpoint that the run went back to."""
+
+    back_to_step: Count
+    record: Annotated[Train | Any, Field(union_mode="left_to_right")]
+
+
+class Answer(BaseModel):
+    """A held-out question that the model answered after `step` updates; `pictures` are checked when
+    they are read.
     """
-    fields: dict[str, Reader] = {}
-    for line in lines:
-        kind, *names = line.split()
-        fields |= dict.fromkeys(names, _typed(kind))
 
-    def read(value: Any) -> Record:
-        known = OLDER | value
-        record = Record()
-        for name, reader in fields.items():
-            try:
-                setattr(record, name, reader(known.get(name)))
-            except WRONG as error:
-                raise ValueError(f"field {name}") from error
-        return record
-
-    return read
+    step: Count
+    key: Text
+    question: Text
+    given: Text
+    truth: Text
+    right: bool
+    pictures: Annotated[list[str], Field(max_length=64)]
 
 
-# ---- fields of the records
+class Benchmark(BaseModel):
+    """What `mmtrain benchmark` measured of the model after `step` updates: (value, standard error)
+    of each metric.
+    """
 
-# values of fields that only some records of a kind have, or that older versions did not write
-OLDER = {
-    "error": "",
-    "lr_groups": {},
-    "permuted_samples": 0,
-    "result": "frozen weights unchanged on all ranks",
-}
-STEP = "count step", "unix time", "text kind"
-# scores on held-out samples after `step` updates
-EVALUATION = _record(
-    *STEP,
-    "number? loss",
-    "share? token_accuracy exact_match",
-    "count answers samples permuted_samples",
-    "measure seconds",
-)
-EVENT = _record(*STEP, "text error")
-METRICS = {
-    # one step, counted from 0
-    "train": _record(
-        *STEP,
-        "number grad_norm lr tokens_per_second",
-        "number? loss model_flops_utilization",
-        f"count {' '.join(TOTALS)}",
-        "text? no_update",
-        "measure seconds",
-        "measure[] compute_seconds communication_seconds data_seconds fetching_seconds",
-        "measure[] idle_fraction peak_memory_bytes",
-        "number{} lr_groups",  # only with optimizer.groups
-    ),
-    "eval": EVALUATION,
-    "eval_permuted": EVALUATION,  # the control
-    "begin": _record(*STEP, "text device", "text{} versions"),
-    "epoch": _record(*STEP, "count epoch packs read trained quarantined overlong", "flag complete"),
-    **dict.fromkeys(("resume", "end", "checkpoint_failed"), EVENT),
-    **dict.fromkeys(("checkpoint", "attention"), _record(*STEP)),  # are not shown
-}
-# a sample that could not be used; without a step it was left out from the start
-QUARANTINED = _record("count? step", "text key shard reason detail")
-# a step without an update, because of NaN or infinity
-BAD_STEP = _record("count step", "count[] ranks", "text[] parameters")
-# a record behind the checkpoint that the run went back to
-DISCARDED = _record("count back_to_step", "kind record")
-# a held-out question that the model answered after `step` updates
-ANSWER = _record("count step", "text key question given truth", "flag right", "text[] pictures")
-# scores by `mmtrain benchmark` after `step` updates: of each metric (value, standard error)
-BENCHMARK = _record(
-    "count step",
-    "text task",
-    "count? limit answers",
-    "score{} scores",
-    "text{} versions",
-)
-TYPES["stage"] = _record("text[] layers", "count[]? encoder")
-# a process, as planned; bytes are those of its fullest moment
-TYPES["rank"] = _record(
-    "count rank data trainable total_bytes",
-    "count weight_bytes optimizer_bytes activation_bytes workspace_bytes",
-    "stage[] stages",
-    "text optimizer reason",
-    "share idle_share",
-)
-# who holds, trains and runs what
-PLAN = _record(
-    "text llm",
-    "text? vision",
-    "text[] trainable",
-    "count pipeline data microbatches_per_step packs_per_microbatch pack_length",
-    "count? memory_limit_bytes",
-    "measure? step_seconds",
-    "share idle_share",
-    "rank[] ranks",
-)
-# the proof that what should train did, and nothing else; `ranks` is their number
-AUDIT = _record("flag passed", "text[] failures", "text result", "length ranks")
+    step: Count
+    task: Text
+    limit: Count | None
+    answers: Count | None
+    scores: Annotated[dict[Text, tuple[Number, Number | None]], Field(max_length=1000)]
+    versions: dict[Text, Text]
 
 
-def _metric(value: Any) -> Record:
-    return METRICS[value["kind"]](value)
+class Stage(BaseModel):
+    encoder: tuple[Count, Count] | None
+    layers: list[Text]
+
+
+class RankPlan(BaseModel):
+    """A process, as planned; bytes are those of its fullest moment."""
+
+    rank: Count
+    data: Count
+    stages: list[Stage]
+    trainable: Count
+    optimizer: Text
+    reason: Text
+    weight_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count
+    workspace_bytes: Count
+    total_bytes: Count
+    idle_share: Share
+
+
+class Plan(BaseModel):
+    """plan.json: who holds, trains and runs what."""
+
+    llm: Text
+    vision: Text | None
+    trainable: list[Text]
+    pipeline: Count
+    data: Count
+    microbatches_per_step: Count
+    packs_per_microbatch: Count
+    pack_length: Count
+    memory_limit_bytes: Count | None
+    step_seconds: Measure | None
+    idle_share: Share
+    ranks: Annotated[list[RankPlan], Field(min_length=1, max_length=MAX_RANKS)]
+
+
+class Audit(BaseModel):
+    """audit.json: the proof that what should train did, and nothing else."""
+
+    passed: bool
+    failures: list[Text]
+    # runs of older versions do not say what moved
+    result: Text = "frozen weights unchanged on all ranks"
+    ranks: list[Any]
 
 
 # ---- what a folder's files are read into
@@ -287,25 +307,25 @@ class RunRecord:
         self.name = escape(folder.resolve().name)
         self.folder = folder
         self.config: dict[str, str] = {}  # dotted key -> value as text
-        self.plan: Record | None = None
-        self.audit: Record | None = None
-        self.begin: Record | None = None  # of the latest process
+        self.plan: Plan | None = None
+        self.audit: Audit | None = None
+        self.begin: Begin | None = None  # of the latest process
         self.final_step: int | None = None
         self.steps = 0  # recorded
         self.steps_done = 0  # updates after which the records end
         # over steps
         self.curves: dict[str, Curve] = defaultdict(Curve)
         self.rates: dict[str, Curve] = defaultdict(Curve)  # of optimizer.groups
-        self.evaluations: list[Record] = []
-        self.control: Record | None = None
+        self.evaluations: list[Evaluation] = []
+        self.control: Evaluation | None = None
         # kind of time -> rank -> seconds
         self.times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.timed_steps = 0  # all but the first of each process, which pays for warm-up
         self.peaks: dict[int, float] = {}  # bytes of memory, by rank
         self.seconds = 0.0  # of steps and evaluations
         self.totals: Counter[str] = Counter()  # samples, images, tiles, tokens, quarantined, ...
-        self.epochs: list[Record] = []
-        self.quarantined: list[Record] = []  # the first ones
+        self.epochs: list[Epoch] = []
+        self.quarantined: list[Quarantined] = []  # the first ones
         self.reasons: Counter[str] = Counter()  # of quarantine
         self.discarded: Counter[int] = Counter()  # steps made twice, by the step gone back to
         self.begun: float | None = None  # Unix seconds of the first record
@@ -313,9 +333,9 @@ class RunRecord:
         self.events: list[Event] = []  # the first ones of each kind
         self.counts: Counter[str] = Counter()  # of all events, by kind
         # key and question -> when -> answer
-        self.questions: dict[tuple[str, str], dict[str, Record]] = {}
+        self.questions: dict[tuple[str, str], dict[str, Answer]] = {}
         # task, step and limit -> the last record
-        self.benchmarks: dict[tuple[Any, ...], Record] = {}
+        self.benchmarks: dict[tuple[Any, ...], Benchmark] = {}
         self.problems: list[str] = []  # with the files
 
 
@@ -331,12 +351,12 @@ def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder)
     with _noting(run, files.CONFIG):
         run.config = dict(_flat("", disclosed(read_yaml(inside(folder, files.CONFIG)))))
-    run.plan = _read_json(run, files.PLAN, PLAN)
-    run.audit = _read_json(run, files.AUDIT, AUDIT)
+    run.plan = _read_json(run, files.PLAN, Plan)
+    run.audit = _read_json(run, files.AUDIT, Audit)
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
-    for record in _read_lines(run, files.BENCHMARKS, BENCHMARK):
+    for record in _read_lines(run, files.BENCHMARKS, Benchmark):
         run.benchmarks[record.task, record.step, record.limit] = record
     run.events.sort(key=lambda event: (event.step, event.at or 0))
     return run
@@ -377,39 +397,33 @@ def _noting(run: RunRecord, name: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         return
+    except ValidationError as error:
+        run.problems.append(f"{name} has wrong content: {_first_problem(error)}")
     except UserError as error:
         run.problems.append(shown(str(error)))
     except OSError as error:
         run.problems.append(shown(f"{name} cannot be read: {error.strerror}"))
-    except WRONG as error:
-        run.problems.append(shown(f"{name} has wrong content: {error}"))
 
 
-def _read_json(
-    run: RunRecord,
-    name: str,
-    reader: Reader,
-) -> Record | None:
+def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
     with _noting(run, name):
         file = inside(run.folder, name)
-        return reader(parse_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")))
+        text = read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")
+        return TypeAdapter(kind).validate_json(text)
     return None
 
 
-def _read_lines(
-    run: RunRecord,
-    name: str,
-    reader: Reader,
-) -> Iterator[Record]:
+def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     """Yield the valid records of a file; `problems` says how many others are left out."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
     left_out, first = 0, ""
     with _noting(run, name), open_file(inside(run.folder, name)) as stream:
         for line in whole_lines(stream):
             try:
-                record = reader(parse_json(line))
-            except WRONG as error:
+                record = adapter.validate_json(line)
+            except ValidationError as error:
                 left_out += 1
-                first = first or shown(str(error))
+                first = first or _first_problem(error)
             else:
                 yield record
     if left_out:
@@ -418,9 +432,15 @@ def _read_lines(
         )
 
 
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    return shown(f"{where}: {problem['msg']}".removeprefix(": "))
+
+
 def _read_metrics(run: RunRecord) -> None:
     is_first_step = True
-    for record in _read_lines(run, files.METRICS, _metric):
+    for record in _read_lines(run, files.METRICS, Metric):
         kind = record.kind
         if run.begun is None:
             run.begun = record.time
@@ -438,15 +458,15 @@ def _read_metrics(run: RunRecord) -> None:
                 _add_event(run, Event(kind, 0, now))
         elif kind == "epoch":
             run.epochs.append(record)
-        elif METRICS[kind] is EVALUATION:
+        elif isinstance(record, Evaluation):
             _add_evaluation(run, record)
-        elif METRICS[kind] is EVENT:
+        elif kind in EVENTS:
             _add_event(run, Event(kind.replace("_", " "), record.step, now, record.error))
             if kind == "end":
                 run.final_step = record.step
 
 
-def _add_step(run: RunRecord, record: Record, now: float) -> None:
+def _add_step(run: RunRecord, record: Train, now: float) -> None:
     run.steps += 1
     run.steps_done = done = record.step + 1
     run.seconds += record.seconds
@@ -464,7 +484,7 @@ def _add_step(run: RunRecord, record: Record, now: float) -> None:
         run.peaks[rank] = max(peak, run.peaks.get(rank, 0.0))
 
 
-def _add_times(run: RunRecord, record: Record) -> None:
+def _add_times(run: RunRecord, record: Train) -> None:
     run.timed_steps += 1
     seconds = [getattr(record, f"{kind}_seconds") for kind in BUSY]
     by_rank = zip(record.idle_fraction, *seconds, strict=False)
@@ -475,7 +495,7 @@ def _add_times(run: RunRecord, record: Record) -> None:
             run.times["idle"][rank] += sum(busy) * idle / (1 - idle)
 
 
-def _add_evaluation(run: RunRecord, record: Record) -> None:
+def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
     run.seconds += record.seconds
     if record.kind == "eval_permuted":
         run.control = record
@@ -486,12 +506,12 @@ def _add_evaluation(run: RunRecord, record: Record) -> None:
 
 
 def _read_faults(run: RunRecord) -> None:
-    for sample in _read_lines(run, files.QUARANTINE, QUARANTINED):
+    for sample in _read_lines(run, files.QUARANTINE, Quarantined):
         if len(run.quarantined) < LISTED:
             run.quarantined.append(sample)
         run.reasons[sample.reason] += 1
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
-    for bad in _read_lines(run, files.BAD_STEPS, BAD_STEP):
+    for bad in _read_lines(run, files.BAD_STEPS, BadStep):
         ranks = first_few(list(map(str, bad.ranks)), 4)
         where = f"rank {ranks}, {first_few(bad.parameters, 3) or 'no gradient'}"
         text = f"NaN or infinity on {where}; {files.BAD_STEPS} lists its samples"
@@ -499,13 +519,13 @@ def _read_faults(run: RunRecord) -> None:
             not_updated[bad.step + 1].text = text
         elif bad.step >= run.steps_done:
             _add_event(run, Event("bad step", bad.step + 1, None, f"this ended the run: {text}"))
-    for lost in _read_lines(run, files.DISCARDED, DISCARDED):
-        if lost.record == "train":
+    for lost in _read_lines(run, files.DISCARDED, Discarded):
+        if isinstance(lost.record, Train):
             run.discarded[lost.back_to_step] += 1
 
 
 def _read_answers(run: RunRecord) -> None:
-    for answer in _read_lines(run, files.ANSWERS, ANSWER):
+    for answer in _read_lines(run, files.ANSWERS, Answer):
         question = answer.key, answer.question
         if question in run.questions or len(run.questions) < MAX_QUESTIONS:
             when = "after training" if answer.step else "before training"

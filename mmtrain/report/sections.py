@@ -33,7 +33,7 @@ from mmtrain.report.elements import (
     table,
 )
 from mmtrain.report.headline import NO_PLAN, audit_sentence, models
-from mmtrain.report.records import LISTED, Record, RunRecord, inside
+from mmtrain.report.records import LISTED, Benchmark, Evaluation, RankPlan, RunRecord, inside
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
@@ -177,7 +177,7 @@ def evaluations(run: RunRecord) -> Section:
     return Section("evaluations", title, says, (chart,), tables)
 
 
-def benchmark_rows(benchmarks: Iterable[Record]) -> list[tuple[str, ...]]:
+def benchmark_rows(benchmarks: Iterable[Benchmark]) -> list[tuple[str, ...]]:
     """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
     rows: list[tuple[str, ...]] = []
     for record in benchmarks:
@@ -335,7 +335,7 @@ def memory(run: RunRecord) -> Section:
     planned = [rank.total_bytes for rank in ranks]
     unit = 2**20
     name = "MiB"
-    if max(measured + planned, default=0) >= 2**30:
+    if max(*measured, *planned, 0) >= 2**30:
         unit = 2**30
         name = "GiB"
 
@@ -450,7 +450,7 @@ def configuration(run: RunRecord) -> Section:
 # ---- parts
 
 
-def _holdings(rank: Record) -> Iterator[str]:
+def _holdings(rank: RankPlan) -> Iterator[str]:
     """Yield the layers of a rank: `encoder blocks 0-1`, `front to llm.layers.7` for each stage."""
     slices = [stage.encoder for stage in rank.stages if stage.encoder]
     if slices and slices[0][-1] > slices[0][0]:
@@ -462,6 +462,6 @@ def _holdings(rank: Record) -> Iterator[str]:
             yield from stage.layers
 
 
-def _score_row(name: str, scores: Record) -> tuple[Any, ...]:
+def _score_row(name: str, scores: Evaluation) -> tuple[Any, ...]:
     shares = percent(scores.exact_match), percent(scores.token_accuracy)
     return name, scores.step, number(scores.loss), *shares, scores.answers, scores.samples
