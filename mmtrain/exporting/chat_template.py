@@ -214,6 +214,7 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
             several = processor.apply_chat_template(messages, **options)
             pairs += zip(several["input_ids"], several["assistant_masks"], strict=True)
         for written, masks in pairs:
+            written = list(written)  # some processors give a tensor
             skipped = len(bos) if written[: len(bos)] == bos else 0
             if written[skipped:] != ids:
                 return "its tokens differ from those of training"
