@@ -34,7 +34,7 @@ NF4 = "model.llm.quantize=nf4"
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory):
-    """Of three steps, at pipeline 2 and 1 in 4 bits, and at 1 with all of them."""
+    """Runs of three steps: 4-bit weights at pipeline 2 and 1, whole weights at pipeline 1."""
     folder = tmp_path_factory.mktemp("quantised")
     layouts = {
         "two": (NF4, "parallel.pipeline=2"),

@@ -55,7 +55,7 @@ class Models:
     image_fit: str | None = None  # data.image_fit
 
     def read(self) -> Models:
-        """Read every part, so that a fault of one is told before anything else; return itself."""
+        """Read every part, so that the caller meets its errors first, and return this object."""
         _ = self.connector, self.llm, self.layout
         return self
 

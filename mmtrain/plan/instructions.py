@@ -255,7 +255,8 @@ _URGENCY = {Op.BACKWARD: 2, Op.FORWARD: 1}
 
 
 def in_common_order(schedule: Schedule) -> Schedule:
-    """The same work in the same order, with every receive where it cannot hang.
+    """Return the schedule with every receive moved to where it cannot hang; computes keep their
+    order.
 
     All computes are put into one order for all ranks; a message is received at the point of that
     order at which it is sent. So the first operation that is not done never waits for a later one
