@@ -41,8 +41,8 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
-from mmtrain.facts.connectors import connector
 from mmtrain.facts.models import models_of
+from mmtrain.facts.projector import connector
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.layouts.mrope import grid_positions
 from mmtrain.model.stage import build_stage

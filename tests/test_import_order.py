@@ -18,7 +18,7 @@ PACKAGE = ROOT / "mmtrain"
 # Bottom to top: a wing may import those on the lines above its own. A new wing gets its floor here.
 FLOORS = """
 base
-layouts
+connectors  layouts
 config  runtime
 facts
 data
@@ -44,7 +44,7 @@ MOST_FILES = 16  # of a room: a folder without the folders in it
 # Wings and rooms that import no torch, but for these modules; and modules of other rooms that do
 # not.
 TORCH_FREE_ROOMS = (
-    "base  layouts  config  runtime  facts  stock  data.shards  "
+    "base  connectors  layouts  config  runtime  facts  stock  data.shards  "
     "data.prepare  demo  "
     "plan  report  launching  launch"
 )

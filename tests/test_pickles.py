@@ -24,7 +24,7 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.facts.connectors import Linear
+from mmtrain.connectors import Linear
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.trained.projector import read_projector
 

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Float, Free, Kept, Measured, Section, wrong_together
 from mmtrain.config.limits import MAX_CELLS, MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
+from mmtrain.connectors import ConnectorName
 from mmtrain.layouts.native import MAX_POSITIONS, MIN_POSITIONS
 from mmtrain.layouts.registry import LAYOUT_KEYS, LAYOUTS, LayoutName
 
@@ -96,22 +97,7 @@ class VisionSection(Section):
 
 
 class ProjectorSection(Section):
-    type: Fixed[
-        Literal[
-            "linear",
-            "mlp2x_gelu",
-            "shuffle_swiglu",
-            "shuffle_linear",
-            "shuffle_mlp2x_gelu",
-            "mlp2x_gelu_pool",
-            "norm_merge_mlp2x",
-            "patch_merger",
-            "patch_merger_rms",
-            "qwen_merger",
-            "qwen_merger_deepstack",
-            "glm_merger",
-        ]
-    ] = "mlp2x_gelu"
+    type: Fixed[ConnectorName] = "mlp2x_gelu"
     """projector architecture, with the models that use it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu:
     AyaVision; shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL, LFM2-VL;
     mlp2x_gelu_pool: PerceptionLM; norm_merge_mlp2x: Mistral 3, LightOnOCR; patch_merger:

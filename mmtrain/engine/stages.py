@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.facts.connectors import connector, connector_parameters
 from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.projector import connector, connector_parameters
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.weights.streaming import StreamedLayers

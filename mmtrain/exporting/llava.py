@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.connectors import NEWLINE
 from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import opened
 from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import require_space
-from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.families import llm_config
 from mmtrain.facts.models import Models
 from mmtrain.layouts.anyres import Anyres

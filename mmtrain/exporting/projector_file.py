@@ -17,11 +17,12 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
+from mmtrain.connectors import Linear
 from mmtrain.exporting.card import published
 from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
-from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
+from mmtrain.facts.projector import connector, reduction
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
 from mmtrain.stock.exporters import refuse_unfit_format

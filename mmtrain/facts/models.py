@@ -18,17 +18,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.connectors import DEFAULT_NORM_EPS, Operation
 from mmtrain.facts.adapters import with_adapters
-from mmtrain.facts.connectors import (
-    DEFAULT_NORM_EPS,
-    Operation,
-    connector,
-    connector_parameters,
-    has_deepstack,
-    reduction,
-)
 from mmtrain.facts.families import refuse_without_mrope
 from mmtrain.facts.model_files import model_folder
+from mmtrain.facts.projector import connector, connector_parameters, has_deepstack, reduction
 from mmtrain.facts.shapes import (
     NO_VISION,
     LlmShape,

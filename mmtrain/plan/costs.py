@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import DataSection, RunConfig, TrainSection
+from mmtrain.connectors import Branch, Linear, Operation, Shuffle
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK, tiles_per_call
-from mmtrain.facts.connectors import Branch, Linear, Operation, Shuffle
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.families import WHOLE_LAST_LAYER
 from mmtrain.facts.models import Models

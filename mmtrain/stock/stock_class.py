@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.base.errors import UserError
+from mmtrain.connectors import NEWLINE
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.facts.connectors import NEWLINE
 from mmtrain.facts.encoders import FAMILIES, TESTED_TRANSFORMERS, TIMM
 from mmtrain.facts.families import canonical_name
 from mmtrain.facts.models import Models

@@ -14,8 +14,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_CELLS, MAX_GRIDS
 from mmtrain.config.model import Pinpoints
-from mmtrain.facts.connectors import refuse_other_settings
 from mmtrain.facts.model_files import optional_json, tensor_shapes
+from mmtrain.facts.projector import refuse_other_settings
 from mmtrain.facts.settings import Shape, is_whole
 from mmtrain.facts.shapes import VisionShape, vision_shape
 from mmtrain.facts.vision_files import image_settings, preprocessing

@@ -21,9 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.connectors import CONNECTORS
 from mmtrain.facts.chunks import LOGITS_PER_CHUNK
-from mmtrain.facts.connectors import CONNECTORS, connector, connector_parameters, has_deepstack
 from mmtrain.facts.models import models_of
+from mmtrain.facts.projector import connector, connector_parameters, has_deepstack
 from mmtrain.facts.shapes import ParameterShape, matches_any
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.llm.last_layer import LastLayer, Rows

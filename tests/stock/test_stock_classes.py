@@ -75,8 +75,8 @@ from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
-from mmtrain.facts.connectors import connector_parameters
 from mmtrain.facts.models import models_of
+from mmtrain.facts.projector import connector_parameters
 from mmtrain.model.trained.projector import read_projector
 from mmtrain.plan.planner import make_plan
 

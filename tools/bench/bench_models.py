@@ -40,7 +40,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.facts.connectors import connector
+from mmtrain.facts.projector import connector
 from mmtrain.layouts.layout import Tiling
 from mmtrain.model.trained.projector import make_projector
 

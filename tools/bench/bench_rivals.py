@@ -24,7 +24,7 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import NoOpOptimizer
-from mmtrain.facts.connectors import connector
+from mmtrain.facts.projector import connector
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.trained.projector import make_projector

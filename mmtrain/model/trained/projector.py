@@ -3,7 +3,7 @@ files.
 
 vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the
     frozen parts are
-stored in. `facts.connectors` says which operations a projector is made of.
+stored in. `mmtrain.connectors` says which operations a projector is made of.
 """
 
 import logging
@@ -14,12 +14,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from mmtrain import connectors
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.projector import connector, connector_parameters, has_deepstack
 from mmtrain.model.trained.lora import generator_of
 from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
@@ -223,11 +224,11 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     models = models_of(config)
     section = models.section.projector
     # Names are known without the models' files, but for how many blocks DeepStack takes.
-    if connectors.has_deepstack(section):
+    if has_deepstack(section):
         operations = models.connector
     else:
-        operations = connectors.connector(section, 1, 2, models.layout_class.has_newlines)
-    parameters = connectors.connector_parameters(operations)
+        operations = connector(section, 1, 2, models.layout_class.has_newlines)
+    parameters = connector_parameters(operations)
     untrained = {parameter.name for parameter in parameters} - trained.keys()
     if not untrained:
         return tensors

@@ -29,16 +29,10 @@ from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.facts.connectors import (
-    CONNECTORS,
-    NEWLINE,
-    Operation,
-    connector,
-    connector_parameters,
-    refuse_other_settings,
-)
+from mmtrain.connectors import CONNECTORS, NEWLINE, Operation
 from mmtrain.facts.model_files import find_model_folder, optional_json, read_header, tensor_shapes
 from mmtrain.facts.models import models_of
+from mmtrain.facts.projector import connector, connector_parameters, refuse_other_settings
 from mmtrain.facts.settings import Shape
 from mmtrain.layouts.registry import LAYOUTS
 

@@ -19,9 +19,10 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.config.model import ProjectorSection
+from mmtrain.connectors import Operation
 from mmtrain.engine.stages import trains_whole_projector
-from mmtrain.facts.connectors import Operation, connector
 from mmtrain.facts.models import models_of
+from mmtrain.facts.projector import connector
 from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import make_projector, read_projector
 from mmtrain.model.weights.projector_files import find_projector, refuse_unfit_init_from

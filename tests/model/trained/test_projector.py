@@ -25,7 +25,8 @@ from transformers.models.perception_lm.modeling_perception_lm import PerceptionL
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.connectors import CONNECTORS, connector, connector_parameters
+from mmtrain.connectors import CONNECTORS
+from mmtrain.facts.projector import connector, connector_parameters
 from mmtrain.model.trained.projector import make_projector
 
 VISION, LLM = (

@@ -4,25 +4,15 @@ features (N, T, W) of T = n x n patches --operations, in fp32--> image embedding
     D)
 
 The torch module, its parameters, what they cost and where an export puts them follow from the
-operations. A connector is a function here and its name in `ProjectorSection.type`; its parameters
-have the names of the stock class.
+operations. A connector is a function here and its name in `ConnectorName`; its parameters have the
+names of the stock class.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
-from mmtrain.config.model import ProjectorSection
-from mmtrain.facts.settings import Settings, Shapes
-from mmtrain.facts.shapes import ParameterShape
-
-_STOCK_SETTINGS = {
-    "projector_hidden_act": "gelu",
-    "adapter_layer_norm_eps": 1e-6,
-    "multimodal_projector_bias": True,
-}
+Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 NEWLINE = "image_newline"
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 DEFAULT_NORM_EPS = 1e-6  # of transformers' LLMs where config.json says nothing
@@ -300,78 +290,23 @@ def glm_merger(sizes: Sizes) -> tuple[Operation, ...]:
     )
 
 
+ConnectorName = Literal[
+    "linear",
+    "mlp2x_gelu",
+    "shuffle_swiglu",
+    "shuffle_linear",
+    "shuffle_mlp2x_gelu",
+    "mlp2x_gelu_pool",
+    "norm_merge_mlp2x",
+    "patch_merger",
+    "patch_merger_rms",
+    "qwen_merger",
+    "qwen_merger_deepstack",
+    "glm_merger",
+]
 CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
-    name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
+    name: globals()[name] for name in get_args(ConnectorName)
 }
-
-
-def connector(
-    section: ProjectorSection,
-    vision_width: int,
-    llm_width: int,
-    newline: bool = False,
-    norm_eps: float = DEFAULT_NORM_EPS,
-    deepstack: int = 0,
-) -> tuple[Operation, ...]:
-    """Return the operations of a connector (`model.projector`), in the order in which they run.
-
-    Raises UserError for a factor or width of another type.
-    """
-    sizes = Sizes(
-        vision_width,
-        llm_width,
-        section.factor or DEFAULT_FACTOR,
-        section.width,
-        norm_eps,
-        deepstack,
-    )
-    operations = CONNECTORS[section.type](sizes)
-    for key in ("factor", "width"):
-        value = getattr(section, key)
-        if value is not None and not _reads(operations, key):
-            types = [name for name, make in CONNECTORS.items() if _reads(make(Sizes(1, 2)), key)]
-            raise UserError(
-                f"model.projector.{key}: {value}, but {section.type} has none. "
-                f"Leave it out, or set model.projector.type to one of {', '.join(types)}."
-            )
-    inner = sizes.width or llm_width
-    if inner % 2 and any(isinstance(operation, Swiglu) for operation in operations):
-        raise UserError(
-            f"model.projector.width: {inner} cannot be halved into values and their gates. "
-            "Set an even number"
-        )
-    if newline:
-        operations += (Newline(NEWLINE, llm_width),)
-    return operations
-
-
-def _reads(operations: Sequence[Operation], key: str) -> bool:
-    """Whether operations read this key of model.projector."""
-    return key in {operation.key for operation in operations}
-
-
-def has_deepstack(section: ProjectorSection) -> bool:
-    """Whether a connector takes the features of DeepStack's blocks."""
-    operations = connector(section, 1, 2, deepstack=1)
-    return any(isinstance(operation, Branch) for operation in operations)
-
-
-def refuse_other_settings(config_json: Settings, source: str) -> None:
-    """Raise UserError for a config.json with another function of a connector's tensors."""
-    settings = _STOCK_SETTINGS
-    # its linear layers have no bias, by default and here
-    if config_json.get("model_type") == "mistral3":
-        settings = {**settings, "multimodal_projector_bias": False}
-    for key, ours in settings.items():
-        if (value := config_json.get(key, ours)) != ours:
-            raise UserError(
-                f"{source}: its projector has {key} {escape(str(value))}, but this run has {ours}"
-            )
-
-
-def reduction(section: ProjectorSection) -> int:
-    """Return `factor_of` the connector `model.projector`; raises what `connector` raises."""
-    return factor_of(connector(section, 1, 2))
 
 
 def factor_of(operations: Sequence[Operation]) -> int:
@@ -380,10 +315,3 @@ def factor_of(operations: Sequence[Operation]) -> int:
         if isinstance(operation, Shuffle | Pool):
             return operation.factor
     return 1
-
-
-def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterShape]:
-    """Yield the parameters of a connector, by global names (`projector.linear_1.weight`)."""
-    for operation in operations:
-        for name, shape in operation.shapes().items():
-            yield ParameterShape(f"projector.{name}", shape)
