@@ -10,6 +10,8 @@ from mmtrain.config.limits import MAX_LAYERS
 
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+LayerCounts = Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]
+Gibibytes = Annotated[Float, Field(gt=0, le=1e6)] | None
 
 
 class ParallelSection(Section):
@@ -21,22 +23,21 @@ class ParallelSection(Section):
     """stages per pipeline rank. 1: 1F1B; more: interleaved, which idles less and sends more; auto:
     the fastest in the simulation that fits in memory"""
     encoder_ranks: Free[
-        Literal["auto", 0]
-        | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]
+        Literal["auto", 0] | Annotated[tuple[LayerIndex, ...], Field(min_length=1)]
     ] = "auto"
     """pipeline ranks that hold blocks of a frozen encoder, e.g. [0, 1, 3]; rank 0 always holds the
     patch embedding. 0: rank 0 holds all blocks; auto: the fastest in the simulation. Results do not
     change"""
     boundaries: Free[tuple[LayerIndex, ...] | None] = None
     """first decoder layer of stage 1, 2, ..., e.g. [8, 16, 24]; null: the planner chooses"""
-    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    device_memory_gib: Free[Gibibytes] = None
     """memory a rank may use, GiB, including 6% for fragmentation; leave 2.5 GiB of a GPU to CUDA
     and NCCL. null: memory of the GPUs here less max(6%, 2.5 GiB), no limit without a GPU"""
-    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
+    recompute_layers: Free[LayerCounts] = "auto"
     """decoder layers per rank whose activations are recomputed in backward: one number, one per
     pipeline rank, or auto (none if all fits in memory, else as few as needed). A number above the
     layer count means all"""
-    streamed_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = 0
+    streamed_layers: Free[LayerCounts] = 0
     """decoder layers per rank whose frozen weights are fetched right before they compute, not kept
     on the device (adapters stay): one number, one per pipeline rank, or auto (none if all fits in
     memory, else as many as needed, where that costs less than recomputation). A number above the
@@ -48,7 +49,7 @@ class ParallelSection(Section):
     weight_shards: Free[Annotated[int, Field(ge=1, le=10_000)] | None] = None
     """replicas that share the weights of streamed layers where stream_from is peers: a divisor of
     parallel.data; null: all replicas"""
-    host_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    host_memory_gib: Free[Gibibytes] = None
     """machine memory that a rank may use for streamed layers, GiB; null: all that the machine
     has
     """

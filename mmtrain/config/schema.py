@@ -33,6 +33,8 @@ _OFF_AT_0 = BeforeValidator(lambda value: None if value == 0 else value)
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
+Tiles = Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None
+NonNegative = Annotated[Float, Field(ge=0)] | None
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
 ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
@@ -129,7 +131,7 @@ class DataSection(Section):
     """true: write samples.jsonl, the sample keys of each step in pack order"""
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
-    expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = None
+    expected_image_tiles: Free[Measured[Tiles]] = None
     """tiles of a typical image where model.vision.layout makes several of one image (native: its
     image tokens), for the planner's estimates. mmtrain inspect prints it; null: tiles of a 640 x
     480 image"""
@@ -139,9 +141,7 @@ class DataSection(Section):
     """image tokens of a typical image, for the planner's estimates; set it together with
     expected_image_tiles
     """
-    expected_attended_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None]] = (
-        None
-    )
+    expected_attended_tiles: Free[Measured[Tiles]] = None
     """mean of an image's squared image tokens, over the mean of its image tokens, under
     model.vision.layout=native, for the planner's estimate of attention in the encoder. mmtrain
     inspect prints it; null: expected_image_tiles"""
@@ -193,9 +193,9 @@ class OptimizerGroupSection(Section):
     """name patterns of the group's parameters, as in model.trainable, e.g. [projector] or
     [llm.layers.*.lora_*]
     """
-    lr: Kept[Annotated[Float, Field(ge=0)] | None] = None
+    lr: Kept[NonNegative] = None
     """peak learning rate of the group; null: optimizer.lr"""
-    weight_decay: Kept[Annotated[Float, Field(ge=0)] | None] = None
+    weight_decay: Kept[NonNegative] = None
     """weight decay of all that the group matches; null: optimizer.weight_decay, not of biases and
     norms
     """
