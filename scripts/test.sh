@@ -3,7 +3,7 @@
 #   scripts/test.sh                   all that a change must pass
 #   scripts/test.sh --fast            plan, data, model logic, configuration, parity at pipeline 1 and 2
 #   scripts/test.sh --nightly         everything, exhaustive sweeps and benchmarks included
-#   scripts/test.sh --nightly-turn 2  one part of the nightly tests alone, of five
+#   scripts/test.sh --nightly-turn 2  one part of the nightly tests alone, as .ci/run does by turns
 #   scripts/test.sh --oldest          --fast with Python 3.12, torch 2.11 and transformers 5.17, in .venv-oldest
 #   scripts/test.sh -k launch -x
 set -euo pipefail

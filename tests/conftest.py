@@ -39,7 +39,8 @@ DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 # "nightly": ...}.
 SECONDS = ROOT / "tests" / "seconds.json"
 LEAST = 5  # seconds; pieces below are not recorded
-# The nightly tests run in as many parts as keep each below 35 minutes of 2 cores.
+# .ci/run runs one part of the nightly tests: as many parts as keep each below 35 minutes of 2
+# cores.
 NIGHTLY_PARTS = 5
 
 
