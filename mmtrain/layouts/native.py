@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 # Lfm2VlImageProcessor's
 MIN_POSITIONS = 64
@@ -153,12 +153,12 @@ def _longest(
 
 
 def patch_rows(
-    cells: torch.Tensor,
+    cells: Tensor,
     grid: Sequence[int],
     side: int,
     block: int,
     order: PatchOrder,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the patches (P, values) of one picture's cells (N, 3, S, S).
 
     A cell has `side` patches a side. Patches stand row by row; with `block` above 1, blocks stand
@@ -174,7 +174,7 @@ def patch_rows(
     return patches.reshape(len(cells) * side**2, -1)
 
 
-def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+def picture(cells: Tensor, grid: Sequence[int]) -> Tensor:
     """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
     rows, columns = grid
     size = cells.shape[-1]

@@ -72,7 +72,7 @@ class Candidate:
     key: str
     content: dict
     images: tuple[str, ...]
-    holds_images: bool = False  # its row has bytes of images, not only names
+    holds_images: bool  # its row has bytes of images, not only names
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ def tar_bytes(members: Iterable[int]) -> int:
 
     The archive's end is left out.
     """
-    blocks = sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
-    return blocks * tarfile.BLOCKSIZE
+    return tarfile.BLOCKSIZE * sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
 
 
 def shard_name(number: int) -> str:
@@ -177,11 +176,10 @@ class ShardMaker:
             try:
                 files = list(map(self._file, candidate.images, contents))
             except BadSample as error:
-                identifier = candidate.content.get("id")
                 rejected.append(
                     BadRecord(
                         candidate.record,
-                        identifier,
+                        candidate.content.get("id"),
                         error.reason,
                         error.detail,
                     )
@@ -276,14 +274,7 @@ class _Shard:
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
             no_images = (b"",) * len(files)
-            turns = parse_turns(record)
-            sample = Sample(
-                key,
-                str(self.path),
-                turns,
-                no_images,
-                members[0].offset,
-            )
+            sample = Sample(key, str(self.path), parse_turns(record), no_images)
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:

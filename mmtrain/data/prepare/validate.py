@@ -56,8 +56,8 @@ class Validator:
     keep_duplicates: bool  # a repeated id gets a key of its own
     allowed_rejections: int  # for the text; reading ends early, after more
     # of candidates -> the record's number in all files
-    keys: dict[str, int] = field(init=False, default_factory=dict)
-    repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
+    keys: dict[str, int] = field(default_factory=dict)
+    repeats: Counter[str] = field(default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
         full = self.samples_per_shard
@@ -160,8 +160,8 @@ class ShardStats:
     validator: Validator
     rejected: JsonLines
     total: int  # records
-    reasons: Counter[str] = field(init=False, default_factory=Counter)
-    shards: list[WrittenShard] = field(init=False, default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    shards: list[WrittenShard] = field(default_factory=list)
 
     @property
     def samples(self) -> int:

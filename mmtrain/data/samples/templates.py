@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.templates import template_name
-from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
-from mmtrain.data.samples.records import IMAGE_MARK, BadSample
+from mmtrain.data.samples.chat import PROBE, ChatText, Span, any_of
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample, Turns
 from mmtrain.data.samples.sample import (
     IGNORE,
     IMAGE_POSITION,

@@ -29,7 +29,7 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons, objects_in
 from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
@@ -50,7 +50,7 @@ def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> Samp
     if asked.name != AUTO:
         return asked
     first = _first_samples(shards, key)
-    records = [record for record in map(json_record, first) if isinstance(record, dict)]
+    records = objects_in(map(json_record, first))
     forms = [replace(asked, name=name) for name in candidates(records)]
     faults = []
     for form in forms:

@@ -40,6 +40,7 @@ from mmtrain.data.samples.records import (
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
+    Sizes,
     Tokenization,
     image_number,
     read_sample,
@@ -76,8 +77,7 @@ class Place:
     shard: Path
     members: tuple[Member, ...]
     form: SampleFormat
-    # (width, height) of its images, where the layout asks for them
-    sizes: tuple[tuple[int, int], ...]
+    sizes: Sizes  # of its images, where the layout asks for them
 
 
 class _Stored(NamedTuple):
@@ -418,7 +418,7 @@ class Reader:
 
     catalog: Catalog
     retry_seconds: float
-    _files: OrderedDict[Path, int] = field(init=False, default_factory=OrderedDict)
+    _files: OrderedDict[Path, int] = field(default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
         """Read the sample of a global number.

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -56,7 +57,7 @@ class ImageTransform:
         content: bytes,
         tiling: Tiling = ONE_TILE,
         is_control: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
 
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched
@@ -74,7 +75,7 @@ class ImageTransform:
             image = self._resize(image, size)
         return self.cut(image, tiling)
 
-    def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
+    def cut(self, image: Image.Image, tiling: Tiling) -> Tensor:
         """Cut an image of the tiling's size into (tiles, 3, S, S) uint8.
 
         Raises what `fitted` raises.
@@ -102,19 +103,19 @@ class ImageTransform:
             tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
+    def __call__(self, image: Image.Image) -> Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) float32.
 
         Raises what `fitted` raises.
         """
         return self.normalise(self.fitted(image)[None])[0]
 
-    def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
+    def normalise(self, tiles: Tensor) -> Tensor:
         """Turn (N, 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
-    def fitted(self, image: Image.Image) -> torch.Tensor:
+    def fitted(self, image: Image.Image) -> Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) uint8.
 
         Raises `refuse_unreadable`'s.
@@ -172,13 +173,13 @@ def _statistics(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return 255, mean and std as tensors.
 
     CUDA multiplies by the reciprocal of a number, which rounds twice.
     """
 
-    def channels(values: tuple[float, ...]) -> torch.Tensor:
+    def channels(values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
     return channels((255.0,)), channels(mean), channels(std)
