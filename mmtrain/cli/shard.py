@@ -41,7 +41,6 @@ keeps its id.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import glob
 import hashlib
@@ -49,6 +48,7 @@ import math
 import os
 import shlex
 import sys
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +123,7 @@ SHAPING = ("image_key", "samples_per_shard", "shard_bytes", "duplicate_ids", "ma
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises
     UserError.
     """
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _write_all(
     stats: ShardStats,
-    options: argparse.Namespace,
+    options: Namespace,
     unfinished: UnfinishedRun,
     count: TextCounter | None,
 ) -> None:
@@ -276,10 +276,10 @@ def parse_size(text: str) -> int:
     with contextlib.suppress(KeyError, ValueError, OverflowError):
         if (size := int(float(number) * UNITS[text[len(number) :]])) >= 10**6:
             return size
-    raise argparse.ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
+    raise ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     # The shell leaves --out=~/data as it is. Not by pathlib, which raises for a user who is not
     # here.

@@ -156,10 +156,8 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
 
     558,000 samples take a second.
     """
-    defaults = DataSection.model_fields
-    shuffle_shards = defaults["shuffle_shards"].default
-    pack_window = defaults["pack_window"].default
-    order = PackOrder(sets, 0, capacity, shuffle_shards, pack_window)
+    defaults = DataSection.model_construct()
+    order = PackOrder(sets, 0, capacity, defaults.shuffle_shards, defaults.pack_window)
     plan = order.plan(0)
     tokens = int(order.lengths[plan.samples].sum(dtype=np.int64))
     room = max(len(plan), 1) * capacity.tokens

@@ -97,7 +97,7 @@ class Native(ImageLayout):
         """Return the size to which the stock processor first enlarges a small image."""
         return width, height
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         rows, columns = _grid(self, *self.enlarged(width, height))
         return Tiling(width, height, rows * columns, rows, columns, "stretched")
 

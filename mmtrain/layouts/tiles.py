@@ -53,7 +53,7 @@ class Tiles(ImageLayout):
     def image_settings(self) -> dict[str, Any]:
         return {"crop_to_patches": True, "max_patches": self.max_tiles}
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         return _tiling(self, width, height)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:

@@ -77,7 +77,7 @@ class Document:
     input_ids: tuple[int, ...]  # IMAGE_POSITION at image positions
     # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
     labels: tuple[int, ...]
-    tilings: tuple[Tiling, ...] = ()  # of each of the sample's images
+    tilings: tuple[Tiling, ...]  # of each of the sample's images
     is_control: bool = False  # the images are another sample's, and take the sizes of its own
 
 

@@ -165,11 +165,10 @@ class PlainTemplate(_Template):
                 "data.template: plain ends captions with the EOS token, but the tokenizer of "
                 f"{tokenizer.name_or_path} has none. Set eos_token in its tokenizer_config.json"
             )
-        self.prefix: list[int] = []
         with panics_told(tokenizer.name_or_path):
-            first = tokenizer("a").input_ids[:1]
-        if first == [tokenizer.bos_token_id]:
-            self.prefix = first
+            self.prefix = tokenizer("a").input_ids[:1]
+        if self.prefix != [tokenizer.bos_token_id]:
+            self.prefix = []
         if layout.has_texts:
             tokenizer = with_marks(tokenizer, IMAGE_MARK)
         super().__init__(tokenizer, layout, vocab_size)

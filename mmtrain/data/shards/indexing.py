@@ -252,9 +252,9 @@ class _File(NamedTuple):
 
     key: str
     member: Member
-    text: bytes = b""
-    image_size: tuple[int, int] = UNKNOWN_SIZE
-    fault: tuple[str, str] | None = None
+    text: bytes
+    image_size: tuple[int, int]
+    fault: tuple[str, str] | None
 
 
 def scan_shard(

@@ -127,8 +127,7 @@ def _data_set(
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
     asked = SampleFormat(form, data.caption_key, data.caption_prompt)
-    detected = sample_format(asked, tars, key)
-    return DataSet(tars, weight, name, detected)
+    return DataSet(tars, weight, name, sample_format(asked, tars, key))
 
 
 class Catalog:
@@ -175,14 +174,14 @@ class Catalog:
         for one, text in zip(sets, text_fingerprints, strict=True):
             read = [self._read_shard(one, text, shard, digest) for shard in one.shards]
             of_shards, planned, tiles = zip(*read, strict=True)
-            sizes = np.array(list(map(len, of_shards)))
-            planned_set = SampleSet(
-                one.weight,
-                sizes,
-                np.concatenate(planned),
-                np.concatenate(tiles),
+            self.sample_sets.append(
+                SampleSet(
+                    one.weight,
+                    np.array(list(map(len, of_shards))),
+                    np.concatenate(planned),
+                    np.concatenate(tiles),
+                )
             )
-            self.sample_sets.append(planned_set)
             lengths += of_shards
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
@@ -229,11 +228,10 @@ class Catalog:
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
             key = _full_key(one.name, index.keys[place])
-            offset = index.members[place][0].offset
             self.faults[first + place] = QuarantinedSample(
                 key,
                 str(shard),
-                offset,
+                index.members[place][0].offset,
                 reason,
                 detail,
             )

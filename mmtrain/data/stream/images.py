@@ -37,7 +37,6 @@ from mmtrain.layouts.anyres import centred_size
 from mmtrain.layouts.layout import Tiling
 
 Fit = Literal["pad", "resize", "center_crop"]
-ONE_TILE = Tiling.uncut(1)  # of an image that is not cut, whatever its size
 BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 
@@ -55,7 +54,7 @@ class ImageTransform:
     def decode(
         self,
         content: bytes,
-        tiling: Tiling = ONE_TILE,
+        tiling: Tiling,
         is_control: bool = False,
     ) -> Tensor:
         """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
@@ -84,7 +83,7 @@ class ImageTransform:
             return self.fitted(image)[None]
         image = as_rgb(image)
         side = self.image_size
-        size = (tiling.columns * self.image_size, tiling.rows * self.image_size)
+        size = (tiling.columns * side, tiling.rows * side)
         if tiling.canvas == "padded":
             canvas = self._pad(image)
         elif tiling.canvas == "stretched":
@@ -191,7 +190,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     The result is RGB.
     """
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -246,9 +245,8 @@ def image_transform(
             f"model.vision.name: {name} resizes by {interpolation!r}; "
             f"needed is one of {names.lower()}"
         )
-    side = tile_size or int(size)
     return ImageTransform(
-        side,
+        tile_size or int(size),
         tuple(mean),
         tuple(std),
         interpolation,

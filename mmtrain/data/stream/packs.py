@@ -29,6 +29,9 @@ from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
 
+# the tiles (n, 3, S, S) of an image file, and whether it is a control; raises BadSample
+Decode = Callable[[bytes, Tiling, bool], Tensor]
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -63,10 +66,10 @@ class PackedBatch:
     tiles: Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
     keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
     # of each image: how many of the tiles are its, and which positions they become
-    tilings: tuple[Tiling, ...] = ()
-    tokens: int = 0  # without padding and gaps
-    epochs: tuple[int, ...] = ()  # (B,) of each pack
-    samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
+    tilings: tuple[Tiling, ...]
+    tokens: int  # without padding and gaps
+    epochs: tuple[int, ...]  # (B,) of each pack
+    samples_of_packs: tuple[int, ...]  # (B,) trained on
     # row and reason of each quarantined sample
     faults: tuple[tuple[int, QuarantinedSample], ...] = ()
     grid_positions: Tensor | None = None  # (3, B, L) int64
@@ -161,7 +164,7 @@ class Processor:
 def make_batch(
     packs: Sequence[Pack],
     pack_length: int,
-    decode: Callable[[bytes, Tiling, bool], Tensor],
+    decode: Decode,
     buffer: Tensor | None = None,
     *,
     has_grid: bool = False,
@@ -245,7 +248,7 @@ def positions_of(document: Document) -> np.ndarray:
 
 def _decoded_images(
     document: Document,
-    decode: Callable[[bytes, Tiling, bool], Tensor],
+    decode: Decode,
 ) -> list[Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []

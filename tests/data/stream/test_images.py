@@ -19,9 +19,12 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 
 from mmtrain.data.samples.records import IMAGE_FORMATS, BadSample, image_size
 from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, upright
+from mmtrain.layouts.layout import Tiling
 
 SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
 TRANSFORM = ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")
+
+ONE_TILE = Tiling(0, 0, 1)
 
 
 def noise_image(width: int, height: int) -> Image.Image:
@@ -39,7 +42,7 @@ def encode(image: Image.Image, file_format: str, **options) -> bytes:
 
 def read(transform: ImageTransform, content: bytes) -> torch.Tensor:
     """An image file as the encoder takes it."""
-    (pixels,) = transform.decode(content)
+    (pixels,) = transform.decode(content, ONE_TILE)
     assert pixels.dtype == torch.uint8
     return transform.normalise(pixels[None])[0]
 
@@ -320,7 +323,7 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
     content = with_size(file_format, side, side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadSample) as caught:
-        transform.decode(content)
+        transform.decode(content, ONE_TILE)
     assert caught.value.reason == "too_many_pixels"
     # KiB; 60,000 squared are 14 GB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
@@ -383,7 +386,7 @@ def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
     outcomes = set()
     for _ in range(700):
         try:
-            pixels = transform.decode(damaged(draw.choice(contents), draw))
+            pixels = transform.decode(damaged(draw.choice(contents), draw), ONE_TILE)
         except BadSample as error:
             outcomes.add(error.reason)
         else:
