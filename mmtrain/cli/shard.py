@@ -148,8 +148,9 @@ def run(options: Namespace) -> None:
         config = expand_pretrained(config)
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
-        layout = models_of(config).layout
-        count = TextCounter(Tokenization(config.model.llm.path, config.data.template, layout))
+        count = TextCounter(
+            Tokenization(config.model.llm.path, config.data.template, models_of(config).layout)
+        )
     option = "--from" if options.json is None else "--json"
     named = []
     for path in options.paths:
@@ -227,9 +228,13 @@ def _write_all(
         done = min(done_earlier + through, stats.total - 1)
         progress.show(done, through, f"{stats.reasons.total():,} rejected")
 
-    stored = ImageReader(stats.validator.sources)
     maker = ShardMaker(
-        stats.validator.images, stored, options.out, options.max_pixels, count, earlier
+        stats.validator.images,
+        ImageReader(stats.validator.sources),
+        options.out,
+        options.max_pixels,
+        count,
+        earlier,
     )
     with (
         worker_pool(maker, options.workers) as run,

@@ -38,8 +38,7 @@ class Survey:
     # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     reasons: Counter[str]
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
-    is_sized: bool  # whether tiles and positions of an image depend on its size
-    attends_across: bool  # whether the encoder sees all tiles of an image at once
+    layout: ImageLayout
     # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
     taken: np.ndarray
 
@@ -54,13 +53,13 @@ class Survey:
         keys = {}
         if self.text_tokens is not None and len(self.text_tokens):
             keys["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
-        if self.is_sized and len(self.taken):
+        if self.layout.is_sized and len(self.taken):
             positions, tiles = self.taken.mean(axis=0).tolist()
             keys |= {
                 "data.expected_image_tiles": round(tiles, 3),
                 "data.expected_image_positions": round(positions, 1),
             }
-            if self.attends_across:
+            if self.layout.attends_across:
                 counts = self.taken[:, 1].astype(float)
                 attended = float((counts**2).sum() / counts.sum())
                 keys["data.expected_attended_tiles"] = round(attended, 3)
@@ -112,8 +111,8 @@ def survey(
     text_tokens = None
     sample_set = None
     if fingerprint is not None:
-        shards = DataSet(tuple(tars), form=form)
-        catalog = Catalog([shards], [fingerprint], layout, MAX_IMAGE_PIXELS)
+        data_set = DataSet(tuple(tars), form=form)
+        catalog = Catalog([data_set], [fingerprint], layout, MAX_IMAGE_PIXELS)
         reasons = Counter(fault.reason for fault in catalog.faults.values())
         sample_set = catalog.sample_sets[0]
         is_usable = catalog.lengths != UNUSABLE
@@ -130,8 +129,7 @@ def survey(
         text_tokens=text_tokens,
         reasons=reasons,
         sample_set=sample_set,
-        is_sized=layout.is_sized,
-        attends_across=layout.attends_across,
+        layout=layout,
         taken=of_images[is_known],
     )
 

@@ -117,7 +117,7 @@ class AnyresMax9(Anyres):
         return super().tiling(width, height)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(1 << 16)
 def _tiling(layout: Anyres, width: int, height: int) -> Tiling:
     # the grid, in pixels, tiles and positions
     per_tile = layout.positions_per_tile

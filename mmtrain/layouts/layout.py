@@ -117,8 +117,7 @@ class ImageLayout:
     def trial_sizes(self) -> list[tuple[int, int]]:
         """Widths and heights in pixels whose tilings differ, for a layout that `is_sized`."""
         side = self.tile_size // 2
-        sides = range(side, 13 * side, side)
-        return list(itertools.product(sides, repeat=2))
+        return list(itertools.product(range(side, 13 * side, side), repeat=2))
 
     @property
     def description(self) -> str:

@@ -102,7 +102,7 @@ class Native(ImageLayout):
         return Tiling(width, height, rows * columns, rows, columns, "stretched")
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(1 << 16)
 def _grid(layout: Native, width: int, height: int) -> tuple[int, int]:
     if max(width, height) > THINNEST * min(width, height):
         raise UnfitImage(f"{width} x {height} pixels, more than {THINNEST} times as long as wide")

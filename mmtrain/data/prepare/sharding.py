@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
@@ -50,8 +50,7 @@ _LONGEST = 80  # characters of an id that is its own key; a number may follow th
 _READABLE = 60  # characters of an unsafe id that its key keeps
 
 
-@dataclass(frozen=True)
-class WrittenShard:
+class WrittenShard(NamedTuple):
     """The contents of a complete tar."""
 
     file: str  # its name, without folder
@@ -64,8 +63,7 @@ class WrittenShard:
     sha256: str  # of the tar
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A record with sound text: a sample, if its images are sound too."""
 
     record: int  # its number over all input files, from 0
@@ -75,8 +73,7 @@ class Candidate:
     holds_images: bool  # its row has bytes of images, not only names
 
 
-@dataclass(frozen=True)
-class BadRecord:
+class BadRecord(NamedTuple):
     """A record that becomes no sample."""
 
     record: int  # its number over all input files, from 0
@@ -85,8 +82,7 @@ class BadRecord:
     detail: str
 
 
-@dataclass(frozen=True)
-class ShardJob:
+class ShardJob(NamedTuple):
     """The records of one shard."""
 
     number: int
@@ -94,8 +90,7 @@ class ShardJob:
     rejected: tuple[BadRecord, ...]  # for their text
 
 
-@dataclass(frozen=True)
-class FinishedShard:
+class FinishedShard(NamedTuple):
     """A shard that is written, and the candidates that it lacks because of their images."""
 
     shard: WrittenShard
@@ -198,18 +193,15 @@ def write_shards(
     samples: Iterable[KeyedSample],
     folder: Path,
     samples_per_shard: int,
-) -> list[WrittenShard]:
+) -> None:
     """Write samples with unique keys, in order, into new shards of an existing folder.
 
     The shards are shard-000000.tar, shard-000001.tar, ...
     """
     samples = iter(samples)
-    shards = []
-    for first in samples:
-        path = folder / shard_name(len(shards))
+    for number, first in enumerate(samples):
         others = itertools.islice(samples, samples_per_shard - 1)
-        shards.append(write_shard(path, itertools.chain([first], others)))
-    return shards
+        write_shard(folder / shard_name(number), itertools.chain([first], others))
 
 
 def write_shard(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, first_few
@@ -135,8 +134,8 @@ class Adapter:
         return CAPTION_COLUMNS if self.form.caption_key is None else (self.form.caption_key,)
 
     @property
-    def columns(self) -> frozenset[str]:
-        return frozenset({"id", *_CONVERSATION, *self.image_keys, *self.caption_keys})
+    def columns(self) -> set[str]:
+        return {"id", *_CONVERSATION, *self.image_keys, *self.caption_keys}
 
     @property
     def description(self) -> str:
@@ -195,7 +194,7 @@ class Adapter:
         content["conversations"] = [{"from": speaker, "value": text} for speaker, text in turns]
         return Adapted(parse_record(content), images)
 
-    def _turns(self, row: dict[str, Any], images: int) -> Turns:
+    def _turns(self, row: dict, images: int) -> Turns:
         if self.form.name == "caption":
             caption = first_value(row, self.caption_keys)
             if caption is None:
@@ -215,7 +214,7 @@ class Adapter:
             conversation["images"] = unpacked(first_value(row, self.image_keys))
         return READERS[self.form.name].turns(conversation, images)
 
-    def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
+    def images(self, row: dict) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
         images = first_held(row, self.image_keys)
         if self.form.name == "interleaved":
@@ -227,7 +226,7 @@ class Adapter:
 
 def _first_used(
     keys: Iterable[str],
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[dict],
     is_used: Callable[[object], object],
 ) -> str | None:
     for key in keys:
@@ -236,7 +235,7 @@ def _first_used(
     return None
 
 
-def _refuse_unread_images(row: dict[str, Any]) -> None:
+def _refuse_unread_images(row: dict) -> None:
     """Raise BadSample for a text that names images elsewhere; it may name the file it is from."""
     for key in IMAGE_COLUMNS:
         value = row.get(key)
@@ -249,7 +248,7 @@ def _refuse_unread_images(row: dict[str, Any]) -> None:
             )
 
 
-def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
+def _images_in_parts(row: dict) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
     for message in first_held(row, (*CONVERSATION_KEYS, "prompt")):
         for part in first_held(message, CONTENT_KEYS):
@@ -257,7 +256,7 @@ def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
                 yield _image_of_part(part)
 
 
-def _image_of_part(part: dict[str, Any]) -> object:
+def _image_of_part(part: dict) -> object:
     """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`.
 
     Raises BadSample.
@@ -281,7 +280,7 @@ def _image_of_part(part: dict[str, Any]) -> object:
     )
 
 
-def _nothing(keys: Iterable[str], row: dict[str, Any]) -> str:
+def _nothing(keys: Iterable[str], row: dict) -> str:
     return f"nothing under {' or '.join(keys)}; {keys_or_value(row)}"
 
 
@@ -352,8 +351,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     no form fits.
     """
     files = _files(path)
-    any_form = Adapter(form, image_key)
-    sources = [Source(file, name, any_form) for name, file in files]
+    sources = [Source(file, name, Adapter(form, image_key)) for name, file in files]
     all_rows = chain.from_iterable(map(Source.rows, sources))
     rows = list(map(_without_contents, islice(all_rows, SEEN)))
     if not rows:

@@ -498,9 +498,10 @@ class TextCounter:
     def __init__(self, how: Tokenization) -> None:
         self.how = how
         self.layout = how.layout.of_texts
-        tokenizer = load_tokenizer(how.tokenizer)
         # The tokens' number does not depend on the size of the embedding.
-        self.template = make_template(how.template, tokenizer, self.layout, sys.maxsize)
+        self.template = make_template(
+            how.template, load_tokenizer(how.tokenizer), self.layout, sys.maxsize
+        )
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
@@ -509,7 +510,7 @@ class TextCounter:
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[Tokenization]]:
+    def __reduce__(self) -> tuple:
         return TextCounter, (self.how,)  # a jinja2 template cannot be pickled
 
 

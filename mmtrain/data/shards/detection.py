@@ -54,8 +54,13 @@ def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> Samp
     forms = [replace(asked, name=name) for name in candidates(records)]
     faults = []
     for form in forms:
-        judged = (_fault(members, form) for members in first)
-        faults.append(list(filter(None, judged)))
+        of_form = []
+        for members in first:
+            try:
+                read_sample("", "", members, form=form)
+            except BadSample as error:
+                of_form.append(error)
+        faults.append(of_form)
     counts = [len(first) - len(of_form) for of_form in faults]
     choice = best(counts, len(first))
     form = forms[choice]
@@ -134,14 +139,6 @@ def refuse_useless_shards(shards: Sequence[Path], how: Tokenization, key: str) -
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
         f"the first is {useless[0]} ({why})"
     )
-
-
-def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
-    try:
-        read_sample("", "", members, form=form)
-    except BadSample as error:
-        return error
-    return None
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:

@@ -117,7 +117,7 @@ class SampleLog:
             self._read_ahead.append(replace(batch, tiles=None))
             yield batch
 
-    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
+    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict]:
         """Close a step in which all replicas trained on `samples` and lost `quarantined`.
 
         Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples
@@ -158,7 +158,7 @@ class SampleLog:
             self._epoch += 1
         return records
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         """Return the counts so far for a checkpoint, on rank 0 those of all replicas.
 
         Collective.
@@ -173,7 +173,7 @@ class SampleLog:
             "quarantined": dict(self._quarantined),
         }
 
-    def finish(self, steps: int) -> list[dict[str, Any]]:
+    def finish(self, steps: int) -> list[dict]:
         """Close the files, and the epoch that the last of `steps` left incomplete.
 
         Return records as end_step does.
@@ -205,7 +205,7 @@ class SampleLog:
         self._quarantined.update(epoch for epoch, _ in together.faults)
         return together
 
-    def _close_epoch(self, packs: int) -> dict[str, Any]:
+    def _close_epoch(self, packs: int) -> dict:
         """Return the record of the epoch, `packs` of it taken.
 
         Raises CountError if it does not add up.

@@ -59,8 +59,7 @@ FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is 
 LONGEST_PAUSE = 10.0
 
 
-@dataclass(frozen=True)
-class DataSet:
+class DataSet(NamedTuple):
     """Shards that are drawn from together."""
 
     shards: tuple[Path, ...]
@@ -69,8 +68,7 @@ class DataSet:
     form: SampleFormat = LLAVA
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The stored parts of a sample, and their shard."""
 
     key: str  # with its data set's name where there are several

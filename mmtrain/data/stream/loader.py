@@ -22,7 +22,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from mmtrain.runtime.stop import ignore_in_worker
 PREFETCH = 2  # micro-batches that each worker makes ahead
 # micro-batches of a worker that keep their tiles: those ahead, and the one being copied out
 SLOTS = PREFETCH + 1
-# PackedBatch's fields, tensors as arrays, which a queue takes as they are; number of its tiles
-_Sent = tuple[dict[str, Any], int]
 
 
 @dataclass(eq=False)
@@ -159,7 +157,7 @@ class PackedBatches:
         for number, sent in enumerate(batches):
             if isinstance(sent, UserError):
                 raise sent
-            yield _received(sent, slots[number % workers, number // workers % SLOTS])
+            yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(
         self,
@@ -210,24 +208,31 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
-def _sent(batch: PackedBatch) -> _Sent:
-    """Return a micro-batch for its way from a worker; its tiles lie in the worker's slot."""
-    fields = {**vars(batch), "tiles": None}
-    for name, value in fields.items():
-        if isinstance(value, Tensor):
-            fields[name] = value.numpy()
-    return fields, 0 if batch.tiles is None else len(batch.tiles)
+@dataclass(frozen=True)
+class _Sent:
+    """A micro-batch on its way from a worker; its tiles lie in the worker's slot."""
 
+    # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
+    fields: dict[str, Any]
+    tiles: int
 
-def _received(sent: _Sent, slot: Tensor) -> PackedBatch:
-    fields, tiles = sent
-    for name, value in fields.items():
-        if isinstance(value, np.ndarray):
-            fields[name] = torch.from_numpy(value)
-    # Copied: the worker writes over the slot once the next micro-batch is asked for.
-    if tiles:
-        fields["tiles"] = slot[:tiles].clone()
-    return PackedBatch(**fields)
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Self:
+        fields = {**vars(batch), "tiles": None}
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                fields[name] = value.numpy()
+        return cls(fields, 0 if batch.tiles is None else len(batch.tiles))
+
+    def received(self, slot: Tensor) -> PackedBatch:
+        fields = dict(self.fields)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                fields[name] = torch.from_numpy(value)
+        # Copied: the worker writes over the slot once the next micro-batch is asked for.
+        if self.tiles:
+            fields["tiles"] = slot[: self.tiles].clone()
+        return PackedBatch(**fields)
 
 
 @dataclass(eq=False)
@@ -244,7 +249,7 @@ class _Worker(IterableDataset):
         worker = get_worker_info()
         try:
             slots = itertools.cycle(self.slots[worker.id])
-            yield from map(_sent, self.batches._share(worker.id, worker.num_workers, slots))
+            yield from map(_Sent.of, self.batches._share(worker.id, worker.num_workers, slots))
         except UserError as error:
             yield error
 
