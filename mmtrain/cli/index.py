@@ -78,13 +78,9 @@ def run(options: Namespace) -> None:
     assert surveyed.text_tokens is not None  # a fingerprint was given
     longest = surveyed.text_tokens.max(initial=0)
     print_result(
-        f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images"
-    )
-    print_result(
+        f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images",
         f"longest text: {longest:,} tokens of {reading.tokenizer}, "
-        f"{template_name(reading.template)}, without those of images"
-    )
-    print_result(
+        f"{template_name(reading.template)}, without those of images",
         f"samples that cannot be trained on: {surveyed.reasons.total():,}",
         *reason_lines(surveyed.reasons),
     )

@@ -40,7 +40,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.verify import DamagedMember, verify_shard
+from mmtrain.data.shards.verify import verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.inspection.reading import (
     WORDS_HELP,
@@ -151,13 +151,11 @@ def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) ->
     none = (survey.images == 0).sum()
     one = (survey.images == 1).sum()
     several = len(survey.images) - none - one
-    print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(
+        f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB",
         f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, "
-        f"{several:,} with several"
-    )
-    print_result(f"{survey.images.sum():,} images")
-    print_result(
+        f"{several:,} with several",
+        f"{survey.images.sum():,} images",
         f"samples that cannot be trained on: {survey.reasons.total():,}",
         *reason_lines(survey.reasons),
     )
@@ -188,9 +186,10 @@ def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) ->
             "",
             "what a typical sample is, for the planner's estimates; in a run's configuration:",
             "  data:",
-        )
-        print_result(
-            *(f"    {key.removeprefix('data.')}: {value}" for key, value in survey.expected.items())
+            *(
+                f"    {key.removeprefix('data.')}: {value}"
+                for key, value in survey.expected.items()
+            ),
         )
 
 
@@ -214,7 +213,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"checksums to compare with (the first is {without[0]}). "
             f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
         )
-    damages: list[DamagedMember] = []
+    damages = []
     samples = compared = done = 0
     started = time.monotonic()
 

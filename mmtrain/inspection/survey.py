@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -30,20 +31,20 @@ class Survey:
 
     shards: int
     bytes: int  # of the tars
-    images: np.ndarray  # (samples,) int32 images of each sample
+    images: ndarray  # (samples,) int32 images of each sample
     # (images, 2) int32 width and height in pixels, of those whose header tells
-    image_sizes: np.ndarray
+    image_sizes: ndarray
     fingerprint: str | None  # of the text lengths; None: there are none
-    text_tokens: np.ndarray | None  # (usable samples,) int64 tokens without those of images
+    text_tokens: ndarray | None  # (usable samples,) int64 tokens without those of images
     # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     reasons: Counter[str]
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
     layout: ImageLayout
     # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
-    taken: np.ndarray
+    taken: ndarray
 
     @property
-    def longer_sides(self) -> np.ndarray:
+    def longer_sides(self) -> ndarray:
         """(images,) pixels."""
         return self.image_sizes.max(axis=1, initial=0)
 
@@ -134,7 +135,7 @@ def survey(
     )
 
 
-def quantile(values: np.ndarray, share: float) -> int:
+def quantile(values: ndarray, share: float) -> int:
     """Return the smallest value that at least this share of the values does not exceed."""
     return int(np.quantile(values, share, method="inverted_cdf"))
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import counted
@@ -81,13 +82,13 @@ class Place(NamedTuple):
 class _Stored(NamedTuple):
     """A shard's index in arrays: forked workers share them, and no sample is an object."""
 
-    names: np.ndarray  # (samples,) bytes
-    first_member: np.ndarray  # (samples + 1,) int32
-    suffix: np.ndarray  # (members,) int32, a number of the catalog's suffixes
-    numbers: np.ndarray  # (members, 3) int64 offset, size and CRC32
-    first_image: np.ndarray  # (samples + 1,) int32
+    names: ndarray  # (samples,) bytes
+    first_member: ndarray  # (samples + 1,) int32
+    suffix: ndarray  # (members,) int32, a number of the catalog's suffixes
+    numbers: ndarray  # (members, 3) int64 offset, size and CRC32
+    first_image: ndarray  # (samples + 1,) int32
     # (images, 2) int32 width and height; none where the layout does not ask for them
-    image_sizes: np.ndarray
+    image_sizes: ndarray
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
@@ -191,7 +192,7 @@ class Catalog:
         text: str,
         shard: Path,
         digest: hashlib._Hash,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[ndarray, ndarray, ndarray]:
         """Take in the next shard: return (samples,) int32 lengths, planned lengths, tiles.
 
         Planned lengths have HELD_OUT for samples that are held out.
@@ -366,7 +367,7 @@ def _full_key(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
 
 
-def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
+def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[ndarray, Faults]:
     """Return (images, 2) int64 positions and tiles of each image, and samples with unfit ones.
 
     Both are 0 where an image cannot be cut.
@@ -399,7 +400,7 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
     return of_kind[kind_of_image], faults
 
 
-def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
+def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[ndarray, ndarray, Faults]:
     """Return (samples,) positions and tiles of a sample's images, and samples with unfit ones."""
     of_images, faults = positions_and_tiles(index, layout)
     ends = np.cumsum(index.image_counts)

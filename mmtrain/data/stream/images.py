@@ -102,15 +102,8 @@ class ImageTransform:
             tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32.
-
-        Raises what `fitted` raises.
-        """
-        return self.normalise(self.fitted(image)[None])[0]
-
     def normalise(self, tiles: Tensor) -> Tensor:
-        """Turn (N, 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
+        """Turn (..., 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
