@@ -340,6 +340,7 @@ def as_batch(microbatch: Microbatch, pack_length: int, has_grid: bool = False) -
         tilings=tuple(tiling for d in documents for tiling in d.tilings or _uncut(d)),
         tokens=sum(len(d.ids) for d in documents),
         epochs=(0,) * len(microbatch),
+        samples_of_packs=tuple(map(len, microbatch)),
         grid_positions=_grid_positions(microbatch, pack_length) if has_grid else None,
     )
 

@@ -36,7 +36,7 @@ from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 from mmtrain.stock.stock_class import StockClass
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL.Image import Image
 
 _log = logging.getLogger(__name__)
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
@@ -48,7 +48,7 @@ NEEDED = (
 
 def generate(
     model: Run | str | Path,
-    image: str | Path | Image.Image | Sequence[str | Path | Image.Image] = (),
+    image: str | Path | Image | Sequence[str | Path | Image] = (),
     prompt: str = "Describe the image.",
     *,
     system: str | None = None,
@@ -246,7 +246,7 @@ class Conversation:
         self,
         model: Any,
         processor: Any,
-        images: list[Image.Image],
+        images: list[Image],
         system: str | None,
         limit: int,
         show: Callable[[str], None] | None = None,
@@ -379,7 +379,7 @@ class Conversation:
             raise UserError(why) from error
 
 
-def resized(image: Image.Image, settings: Any) -> Image.Image:
+def resized(image: Image, settings: Any) -> Image:
     """Resize a picture as training does, where the class's processor has torchvision alone."""
     if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
         factor, patch_size = settings.downsample_factor, settings.encoder_patch_size
@@ -416,7 +416,7 @@ def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
     return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def read_image(image: str | Path | Image.Image) -> Image.Image:
+def read_image(image: str | Path | Image) -> Image:
     """Return a picture, a file's or an opened one, as in training. Raises UserError."""
     from mmtrain.data.stream.images import decode_image, upright
 

@@ -5,17 +5,17 @@ RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files i
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 import psutil
@@ -61,14 +61,14 @@ class Run:
     ) -> None:
         self.folder = folder
         self._process = process
-        self._printed: dict[str, collections.deque[str]] = {}
-        self._readers: list[threading.Thread] = []
+        self._printed: dict[str, deque[str]] = {}
+        self._readers: list[Thread] = []
         if process is None:
             return
         for name in ("stdout", "stderr"):
-            lines = self._printed[name] = collections.deque(maxlen=LINES_KEPT)
+            lines = self._printed[name] = deque(maxlen=LINES_KEPT)
             arguments = (getattr(process, name), lines, show and getattr(sys, name))
-            self._readers.append(threading.Thread(target=_read, args=arguments, daemon=True))
+            self._readers.append(Thread(target=_read, args=arguments, daemon=True))
             self._readers[-1].start()
 
     def __repr__(self) -> str:
@@ -260,7 +260,7 @@ def _wait_until_free(folder: Path, timeout: float | None = None) -> None:
         time.sleep(0.2)
 
 
-def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:
+def _read(pipe: IO[str], lines: deque[str], stream: Any) -> None:
     for line in pipe:
         lines.append(line.rstrip("\n"))
         if stream:

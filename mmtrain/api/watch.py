@@ -8,13 +8,14 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+Records = Sequence[dict[str, Any]]  # of metrics.jsonl
 WIDTH, HEIGHT, POINTS = 640, 160, 320  # of the curve: pixels, and the most points drawn
 
 
 def progress_html(
     name: str,
-    steps: Sequence[dict[str, Any]],
-    scores: Sequence[dict[str, Any]],
+    steps: Records,
+    scores: Records,
     max_steps: int | None,
 ) -> str:
     """Return a run's progress from its `train` and `eval` records."""
@@ -47,7 +48,7 @@ def progress_html(
     )
 
 
-def _curve(records: Sequence[dict[str, Any]], colour: str, scale: Sequence[dict[str, Any]]) -> str:
+def _curve(records: Records, colour: str, scale: Records) -> str:
     """Return the losses of records as a line, on axes from 0 to the largest values of `scale`."""
     known = [record for record in records if record["loss"] is not None]
     # what is not finite has no loss

@@ -152,9 +152,8 @@ def score(request: Mapping[str, Any], tell: Callable[[dict], None]) -> dict:
         raise SystemExit(f"lmms-eval has no task {unknown[0]}")
     if HELD_OUT in tasks:
         tasks[tasks.index(HELD_OUT)] = held_out_task(Path(request["questions"]), request["longest"])
-    model = StockModel(Path(request["folder"]), request["batch_size"], tell)
     results = simple_evaluate(
-        model=model,
+        model=StockModel(Path(request["folder"]), request["batch_size"], tell),
         tasks=tasks,
         limit=request["limit"],
         batch_size=request["batch_size"],

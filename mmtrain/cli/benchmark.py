@@ -13,7 +13,6 @@ Scores are kept in RUN/benchmarks.jsonl, with all versions, and shown in the run
 RUN/report.html.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ main(sys.argv[2])
 """
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Score the model, record the scores and print them; raises UserError."""
     checkpoint = find(options.run)
     config = checkpoint.config
@@ -155,11 +155,10 @@ def _drive(command: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def _task_names(text: str) -> list[str]:
-    names = map(str.strip, text.split(","))
-    return list(dict.fromkeys(filter(None, names)))
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser(
         "benchmark",
         __doc__,
@@ -167,13 +166,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         {0: "scored; the page shows it"},
         interrupted="stopped; nothing was recorded",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run",
         type=Path,
         metavar="RUN",
         help="the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint",
     )
-    parser.add_argument(
+    add(
         "--tasks",
         type=_task_names,
         default=[HELD_OUT],
@@ -181,10 +181,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"names with commas between them ({HELD_OUT}); "
         "others are in lmms_eval/tasks of lmms-eval's repository",
     )
-    parser.add_argument(
-        "--limit", type=positive(int), metavar="N", help="only the first N questions of each task"
-    )
-    parser.add_argument(
+    add("--limit", type=positive(int), metavar="N", help="only the first N questions of each task")
+    add(
         "--batch-size",
         type=positive(int),
         default=16,

@@ -10,9 +10,9 @@ data.template=plain has learnt to caption: it says what it sees. The answer goes
 all else to standard error. A GPU is used if there is one (CUDA_VISIBLE_DEVICES= for none).
 """
 
-import argparse
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def ask_in_turn(conversation: Conversation) -> None:
         conversation.ask(question)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Do what the options ask for; raises UserError."""
     try:
         _chat(options)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         raise
 
 
-def _chat(options: argparse.Namespace) -> None:
+def _chat(options: Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(sys.stderr) as progress:
         folder = stock_folder(options.run, progress.show)
@@ -93,14 +93,15 @@ def _chat(options: argparse.Namespace) -> None:
         conversation.ask(options.prompt or f"Describe the {described}.")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=print_note)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run",
         metavar="RUN",
         help="the folder of a run, of one of its checkpoints, or of a Hugging Face model",
     )
-    parser.add_argument(
+    add(
         "--image",
         type=Path,
         action="append",
@@ -108,13 +109,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="a picture; may be repeated; none for a run on text alone",
     )
-    parser.add_argument(
-        "--prompt", metavar="TEXT", help="one question (default: ask at the terminal)"
-    )
-    parser.add_argument(
-        "--system", metavar="TEXT", help="a system turn before it, for models that take one"
-    )
-    parser.add_argument(
+    add("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")
+    add("--system", metavar="TEXT", help="a system turn before it, for models that take one")
+    add(
         "--max-new-tokens",
         type=positive(int),
         default=256,

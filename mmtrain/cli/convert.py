@@ -6,10 +6,10 @@ transformers, and its values are stored as bfloat16; memory holds the whole mode
 is run, and the originals are left alone.
 """
 
-import argparse
 import json
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +30,6 @@ EXAMPLES = """\
     mmtrain convert SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2
 """
 SINGLE = "model.safetensors"
-GGUF = ".gguf"
 # Keys of a GGUF file that transformers leaves to the shapes of the tensors.
 SHAPE_KEYS = {"vocab_size", "attention.key_length", "attention.value_length"}
 WEIGHT_SUFFIXES = {
@@ -167,8 +166,8 @@ def convert_gguf(file: Path, out: Path) -> None:
         tokenizer.save_pretrained(unfinished)
 
 
-def run(options: argparse.Namespace) -> None:
-    if options.model.endswith(GGUF):
+def run(options: Namespace) -> None:
+    if options.model.endswith(".gguf"):
         if options.out is None:
             raise UserError(
                 f"{options.model}: name a new folder for weights, config and tokenizer: "
@@ -183,7 +182,7 @@ def run(options: argparse.Namespace) -> None:
     print_result(f"{out}: ready; use it as model.llm.path")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("convert", __doc__, EXAMPLES)
     parser.add_argument("model", help="model folder, cached hub id, or FILE.gguf")
     parser.add_argument(

@@ -6,12 +6,12 @@ Runs are real: the launcher trains the demo in a temporary folder, which stays o
 fails.
 """
 
-import argparse
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ EXITS = {
 }
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Run the checks and print a line of each; return the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # else the check that runs would go on
         signal.signal(number, signal.default_int_handler)
@@ -102,7 +102,7 @@ def _run(check: Check, folder: Path) -> str:
     return outcome.state
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     purposes = "\n".join(f"  {check.name:{NAME_WIDTH}}  {check.purpose}" for check in CHECKS)
     parser = command_parser(
         "doctor", f"{__doc__}\nchecks:\n{purposes}", EXAMPLES, EXITS, interrupted="stopped"

@@ -24,8 +24,8 @@ read again. --verify then compares the logits of the exported model with mmtrain
 samples, and answers to a batch of prompts with single answers.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -59,7 +59,7 @@ EXITS = {
 }
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Write what the options ask for and return the exit code. Raises UserError."""
     leave_out_gpu_kernels()  # models are compared on the CPU
     if options.push is not None:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser(
         "export",
         __doc__,
@@ -98,42 +98,41 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         interrupted="stopped; under --out there is all or nothing",
         logs=print_result,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run",
         type=Path,
         metavar="RUN",
         help="the folder of a run, whose newest whole checkpoint is taken, or of one checkpoint",
     )
-    parser.add_argument("--format", choices=get_args(ExportFormat), required=True, help="see above")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder to make; must not exist, or be empty"
-    )
-    parser.add_argument(
+    add("--format", choices=get_args(ExportFormat), required=True, help="see above")
+    add("--out", type=Path, required=True, help="folder to make; must not exist, or be empty")
+    add(
         "--dtype",
         choices=get_args(Dtype),
         help="of the tensors written (hf, peft: that of the run's LLM; "
         "else float32, as they were trained)",
     )
-    parser.add_argument(
+    add(
         "--max-shard-gb",
         type=positive(float),
         default=5.0,
         metavar="GB",
         help="hf, peft: largest size of a file (%(default)s)",
     )
-    parser.add_argument(
+    add(
         "--base",
         choices=get_args(Base),
         help="peft: what the adapters are for. llm: the published LLM (default for text alone); "
         "hf: OUT/base (else)",
     )
-    parser.add_argument(
+    add(
         "--push",
         metavar="ORG/NAME",
         help="also upload OUT to this repository of the hub; "
         "one that is missing is made, as a private one",
     )
-    parser.add_argument(
+    add(
         "--verify",
         type=positive(int),
         nargs="?",

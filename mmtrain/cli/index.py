@@ -16,21 +16,22 @@ lengths depend on the LLM's tokenizer, on data.template and, for layouts that wr
 images, on model.vision.layout.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
 from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.inspection.reading import WORDS_HELP, parse_words, reading_of, shard_names
+from mmtrain.inspection.reading import WORDS_HELP, parse_words, reading_of
 from mmtrain.inspection.survey import survey
 from mmtrain.runtime.gpus import usable_cores
 from mmtrain.stock.pretrained import expand_pretrained
@@ -53,12 +54,10 @@ EXITS = {
 }
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
     config = expand_pretrained(load_config(options.config, options.changes))
-    names, programs = shard_names(config, options.shards)
-    make_demo_shards(names, "SHARDS")
-    tars = find_shards(names, programs)
+    tars = shards_of(config, options.shards)
     reading = reading_of(config, tars)
     todo: Sequence[Path] = tars
     if not options.rebuild:
@@ -79,20 +78,36 @@ def run(options: argparse.Namespace) -> None:
     assert surveyed.text_tokens is not None  # a fingerprint was given
     longest = surveyed.text_tokens.max(initial=0)
     print_result(
-        f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images"
-    )
-    print_result(
+        f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images",
         f"longest text: {longest:,} tokens of {reading.tokenizer}, "
-        f"{template_name(reading.template)}, without those of images"
-    )
-    print_result(
+        f"{template_name(reading.template)}, without those of images",
         f"samples that cannot be trained on: {surveyed.reasons.total():,}",
         *reason_lines(surveyed.reasons),
     )
     refuse_useless_shards(tars, reading, "SHARDS")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Path, ...]:
+    """Return the shards that a command line names, else those of its configuration.
+
+    Raises UserError. The demo's are made if need be.
+    """
+    names = list(names)
+    allow_pipe: Sequence[str] = ()
+    if config is not None:
+        data = config.data
+        allow_pipe = data.allow_pipe
+        if not names:
+            for one in data.sets or (data,):
+                if isinstance(one.shards, str):
+                    names.append(one.shards)
+                else:
+                    names.extend(one.shards)
+    make_demo_shards(names, "SHARDS")
+    return find_shards(names, allow_pipe)
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser(
         "index",
         __doc__,

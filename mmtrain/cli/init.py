@@ -3,8 +3,8 @@
 Every command takes a shipped configuration by its name, too: mmtrain plan example:NAME.
 """
 
-import argparse
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +22,7 @@ EXAMPLES = """\
 """
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """List the shipped configurations, or copy one; raises UserError."""
     if options.name is None:
         rows = [(name, _purpose(example_file(name))) for name in example_names()]
@@ -47,7 +47,7 @@ def _purpose(file: Path) -> str:
     return re.split(r"\.(?:\s|$)", " ".join(comment.replace("#", " ").split()), maxsplit=1)[0]
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("init", __doc__, EXAMPLES, {0: "listed, or copied"})
     parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped configuration")
     parser.add_argument(

@@ -15,11 +15,11 @@ those that all shards were indexed for.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,6 +32,7 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, print_note, print_result, print_table
 from mmtrain.base.progress import ProgressBar
+from mmtrain.cli.index import shards_of
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
@@ -39,16 +40,13 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.shard_list import find_shards
-from mmtrain.data.shards.verify import DamagedMember, verify_shard
+from mmtrain.data.shards.verify import verify_shard
 from mmtrain.data.stream.order import Capacity
-from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import (
     WORDS_HELP,
     Reading,
     parse_words,
     reading_of,
-    shard_names,
 )
 from mmtrain.inspection.survey import Fill, Survey, epoch_fill, quantile, survey
 from mmtrain.layouts.layout import ImageLayout
@@ -74,18 +72,15 @@ EXITS = {
     0: "done; with --verify: every byte is as it was indexed",
     1: "--verify found damage; it is listed",
 }
-EXIT_DAMAGED = 1
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
     config = None
     if options.config is not None:
         config = expand_pretrained(load_config(options.config, options.changes))
-    names, programs = shard_names(config, options.shards)
-    make_demo_shards(names, "SHARDS")
-    tars = find_shards(names, programs)
+    tars = shards_of(config, options.shards)
     if options.verify:
         return _verify(tars, stream, options.json)
     reading = None
@@ -156,13 +151,11 @@ def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) ->
     none = (survey.images == 0).sum()
     one = (survey.images == 1).sum()
     several = len(survey.images) - none - one
-    print_result(f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB")
     print_result(
+        f"{survey.shards:,} shards, {survey.bytes / 1e6:,.1f} MB",
         f"{len(survey.images):,} samples: {none:,} without images, {one:,} with one, "
-        f"{several:,} with several"
-    )
-    print_result(f"{survey.images.sum():,} images")
-    print_result(
+        f"{several:,} with several",
+        f"{survey.images.sum():,} images",
         f"samples that cannot be trained on: {survey.reasons.total():,}",
         *reason_lines(survey.reasons),
     )
@@ -193,9 +186,10 @@ def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) ->
             "",
             "what a typical sample is, for the planner's estimates; in a run's configuration:",
             "  data:",
-        )
-        print_result(
-            *(f"    {key.removeprefix('data.')}: {value}" for key, value in survey.expected.items())
+            *(
+                f"    {key.removeprefix('data.')}: {value}"
+                for key, value in survey.expected.items()
+            ),
         )
 
 
@@ -219,7 +213,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"checksums to compare with (the first is {without[0]}). "
             f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
         )
-    damages: list[DamagedMember] = []
+    damages = []
     samples = compared = done = 0
     started = time.monotonic()
 
@@ -251,10 +245,10 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: "
             f"{len(damages):,} damaged"
         )
-    return EXIT_DAMAGED if damages else 0
+    return 1 if damages else 0
 
 
-def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -> None:
+def _show(tars: Sequence[Path], reading: Reading, options: Namespace) -> None:
     from mmtrain.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
     samples = tokenize_samples(tars, options.show, reading)
@@ -318,7 +312,7 @@ def _print_sample(sample: TokenizedSample) -> None:
     )
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

@@ -7,8 +7,8 @@ config.json is needed.
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,22 +39,19 @@ EXAMPLES = """\
 """
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("record", __doc__, EXAMPLES)
-    parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
-    parser.add_argument(
-        "--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder"
-    )
-    parser.add_argument(
-        "--id", help="name to record it under; by default the hub id or timm name given"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", nargs="?", help="folder or cached hub id of an LLM")
+    add("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
+    add("--id", help="name to record it under; by default the hub id or timm name given")
+    add(
         "--alias",
         action="append",
         default=[],
         help="another model with the same shapes; repeatable",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         help=f"folder to write to, instead of the cache; plans also read {FOLDER}",
@@ -68,7 +65,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def record_llm(options: argparse.Namespace) -> Recorded:
+def record_llm(options: Namespace) -> Recorded:
     """Record a causal LM from the config.json in its folder; raises UserError for families that
     cannot be cut.
     """
@@ -92,7 +89,7 @@ def record_llm(options: argparse.Namespace) -> Recorded:
     )
 
 
-def record_vision(options: argparse.Namespace) -> Recorded:
+def record_vision(options: Namespace) -> Recorded:
     """Record a vision model of timm by its name, or one of transformers from the config.json in its
     folder.
     """
@@ -112,8 +109,14 @@ def record_vision(options: argparse.Namespace) -> Recorded:
     with torch.device("meta"):
         model = model_class(family)(facts)
     size = "image_size" if family.native is None else "patch_size"
-    keys = ("model_type", "num_attention_heads", size, "window_size")
-    keys += ("fullatt_block_indexes", "deepstack_visual_indexes")
+    keys = (
+        "model_type",
+        "num_attention_heads",
+        size,
+        "window_size",
+        "fullatt_block_indexes",
+        "deepstack_visual_indexes",
+    )
     config = {key: value for key in keys if (value := getattr(facts, key, None)) is not None}
     return Recorded(
         "vision",
@@ -129,7 +132,7 @@ def _shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Write one record and print what is in it; raises UserError."""
     if options.vision is None:
         recorded = record_llm(options)

@@ -5,7 +5,7 @@ their answers, where time and memory went, samples, faults. A run leaves RUN/rep
 this command makes it again, also during the run.
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,13 +22,13 @@ EXAMPLES = """\
 """
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Write the page; raises UserError."""
     default = options.runs[0] / REPORT if len(options.runs) == 1 else Path(REPORT)
     print_result(f"report: {write_page(options.runs, options.out or default)}")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser(
         "report", __doc__, EXAMPLES, {0: "the page is written"}, interrupted="stopped"
     )

@@ -41,7 +41,6 @@ keeps its id.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import glob
 import hashlib
@@ -49,6 +48,7 @@ import math
 import os
 import shlex
 import sys
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +123,7 @@ SHAPING = ("image_key", "samples_per_shard", "shard_bytes", "duplicate_ids", "ma
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises
     UserError.
     """
@@ -148,8 +148,9 @@ def run(options: argparse.Namespace) -> None:
         config = expand_pretrained(config)
         from mmtrain.data.samples.templates import TextCounter  # imports torch
 
-        layout = models_of(config).layout
-        count = TextCounter(Tokenization(config.model.llm.path, config.data.template, layout))
+        count = TextCounter(
+            Tokenization(config.model.llm.path, config.data.template, models_of(config).layout)
+        )
     option = "--from" if options.json is None else "--json"
     named = []
     for path in options.paths:
@@ -214,7 +215,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _write_all(
     stats: ShardStats,
-    options: argparse.Namespace,
+    options: Namespace,
     unfinished: UnfinishedRun,
     count: TextCounter | None,
 ) -> None:
@@ -227,9 +228,13 @@ def _write_all(
         done = min(done_earlier + through, stats.total - 1)
         progress.show(done, through, f"{stats.reasons.total():,} rejected")
 
-    stored = ImageReader(stats.validator.sources)
     maker = ShardMaker(
-        stats.validator.images, stored, options.out, options.max_pixels, count, earlier
+        stats.validator.images,
+        ImageReader(stats.validator.sources),
+        options.out,
+        options.max_pixels,
+        count,
+        earlier,
     )
     with (
         worker_pool(maker, options.workers) as run,
@@ -276,10 +281,10 @@ def parse_size(text: str) -> int:
     with contextlib.suppress(KeyError, ValueError, OverflowError):
         if (size := int(float(number) * UNITS[text[len(number) :]])) >= 10**6:
             return size
-    raise argparse.ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
+    raise ArgumentTypeError(f"{text!r} is no size of at least 1MB: 500MB, 1GiB, 2e9, ...")
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     # The shell leaves --out=~/data as it is. Not by pathlib, which raises for a user who is not
     # here.

@@ -39,8 +39,8 @@ def parse_words(
     Exits, as argparse does, for keys that are set twice.
     """
     config = None
-    changes: list[str] = []
-    others: list[str] = []
+    changes = []
+    others = []
     for word in words:
         is_config = example_name(word) or word.endswith((".yaml", ".yml"))
         if is_config and config is None:
@@ -53,34 +53,14 @@ def parse_words(
     return config, changes, others
 
 
-def shard_names(config: RunConfig | None, shards: list[str]) -> tuple[list[str], Sequence[str]]:
-    """Return the shards that a command line names, else those of its configuration.
-
-    Also returns the programs that `data.allow_pipe` allows.
-    """
-    if config is None:
-        return shards, ()
-    data = config.data
-    if shards:
-        return shards, data.allow_pipe
-    names: list[str] = []
-    for one in data.sets or (data,):
-        if isinstance(one.shards, str):
-            names.append(one.shards)
-        else:
-            names.extend(one.shards)
-    return names, data.allow_pipe
-
-
 def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
     """Return how a run reads these shards. Raises UserError."""
     data = config.data
     asked = SampleFormat(data.format, data.caption_key, data.caption_prompt)
-    form = sample_format(asked, tars, "SHARDS")
     return Reading(
         tokenizer=config.model.llm.path,
         template=data.template,
-        form=form,
+        form=sample_format(asked, tars, "SHARDS"),
         layout=models_of(config).layout,
         pack_length=data.pack_length,
         max_tiles_per_pack=data.max_tiles_per_pack,

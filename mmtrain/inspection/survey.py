@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -30,21 +31,20 @@ class Survey:
 
     shards: int
     bytes: int  # of the tars
-    images: np.ndarray  # (samples,) int32 images of each sample
+    images: ndarray  # (samples,) int32 images of each sample
     # (images, 2) int32 width and height in pixels, of those whose header tells
-    image_sizes: np.ndarray
+    image_sizes: ndarray
     fingerprint: str | None  # of the text lengths; None: there are none
-    text_tokens: np.ndarray | None  # (usable samples,) int64 tokens without those of images
+    text_tokens: ndarray | None  # (usable samples,) int64 tokens without those of images
     # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     reasons: Counter[str]
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
-    is_sized: bool  # whether tiles and positions of an image depend on its size
-    attends_across: bool  # whether the encoder sees all tiles of an image at once
+    layout: ImageLayout
     # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
-    taken: np.ndarray
+    taken: ndarray
 
     @property
-    def longer_sides(self) -> np.ndarray:
+    def longer_sides(self) -> ndarray:
         """(images,) pixels."""
         return self.image_sizes.max(axis=1, initial=0)
 
@@ -54,13 +54,13 @@ class Survey:
         keys = {}
         if self.text_tokens is not None and len(self.text_tokens):
             keys["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
-        if self.is_sized and len(self.taken):
+        if self.layout.is_sized and len(self.taken):
             positions, tiles = self.taken.mean(axis=0).tolist()
             keys |= {
                 "data.expected_image_tiles": round(tiles, 3),
                 "data.expected_image_positions": round(positions, 1),
             }
-            if self.attends_across:
+            if self.layout.attends_across:
                 counts = self.taken[:, 1].astype(float)
                 attended = float((counts**2).sum() / counts.sum())
                 keys["data.expected_attended_tiles"] = round(attended, 3)
@@ -112,8 +112,8 @@ def survey(
     text_tokens = None
     sample_set = None
     if fingerprint is not None:
-        shards = DataSet(tuple(tars), form=form)
-        catalog = Catalog([shards], [fingerprint], layout, MAX_IMAGE_PIXELS)
+        data_set = DataSet(tuple(tars), form=form)
+        catalog = Catalog([data_set], [fingerprint], layout, MAX_IMAGE_PIXELS)
         reasons = Counter(fault.reason for fault in catalog.faults.values())
         sample_set = catalog.sample_sets[0]
         is_usable = catalog.lengths != UNUSABLE
@@ -130,13 +130,12 @@ def survey(
         text_tokens=text_tokens,
         reasons=reasons,
         sample_set=sample_set,
-        is_sized=layout.is_sized,
-        attends_across=layout.attends_across,
+        layout=layout,
         taken=of_images[is_known],
     )
 
 
-def quantile(values: np.ndarray, share: float) -> int:
+def quantile(values: ndarray, share: float) -> int:
     """Return the smallest value that at least this share of the values does not exceed."""
     return int(np.quantile(values, share, method="inverted_cdf"))
 
@@ -156,10 +155,8 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
 
     558,000 samples take a second.
     """
-    defaults = DataSection.model_fields
-    shuffle_shards = defaults["shuffle_shards"].default
-    pack_window = defaults["pack_window"].default
-    order = PackOrder(sets, 0, capacity, shuffle_shards, pack_window)
+    defaults = DataSection.model_construct()
+    order = PackOrder(sets, 0, capacity, defaults.shuffle_shards, defaults.pack_window)
     plan = order.plan(0)
     tokens = int(order.lengths[plan.samples].sum(dtype=np.int64))
     room = max(len(plan), 1) * capacity.tokens

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import BadSample
-from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample
+from mmtrain.data.samples.records import BadSample, Turns
+from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample, Sizes
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
@@ -52,8 +52,8 @@ class TokenizedSample:
     key: str
     shard: str
     members: tuple[Member, ...]
-    image_sizes: tuple[tuple[int, int], ...]  # (width, height) in pixels
-    turns: tuple[tuple[str, str], ...]
+    image_sizes: Sizes
+    turns: Turns
     rows: tuple[Row, ...]
     fault: QuarantinedSample | None
 
@@ -113,7 +113,7 @@ def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
 
 def _rows(
     document: Document,
-    sizes: Sequence[tuple[int, int]],
+    sizes: Sizes,
     layout: ImageLayout,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Row, ...]:
@@ -136,7 +136,7 @@ def _rows(
 
 def _runs(
     document: Document,
-    sizes: Sequence[tuple[int, int]],
+    sizes: Sizes,
     layout: ImageLayout,
 ) -> Iterator[tuple[str, int]]:
     """Yield what each run of image positions shows, and its length."""

@@ -99,7 +99,7 @@ class Anyres(ImageLayout):
     def image_settings(self) -> dict[str, Any]:
         return {"image_grid_pinpoints": list(map(list, self.grids))}
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         return _tiling(self, width, height)
 
 
@@ -110,14 +110,14 @@ class AnyresMax9(Anyres):
     default_grids = tuple(itertools.product(range(1, 7), repeat=2))
     max_full_tiles = 9
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         if images > 1:
             positions = self.positions_per_tile + 1
             return Tiling(width, height, positions, canvas="padded", newlines=1)
         return super().tiling(width, height)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(1 << 16)
 def _tiling(layout: Anyres, width: int, height: int) -> Tiling:
     # the grid, in pixels, tiles and positions
     per_tile = layout.positions_per_tile

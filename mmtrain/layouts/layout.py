@@ -56,11 +56,6 @@ class Tiling:
     def tiles(self) -> int:
         return self.rows * self.columns + (self.overview is not None)
 
-    @classmethod
-    def uncut(cls, positions: int) -> Tiling:
-        """One tile with `positions` positions, of an image of any size."""
-        return cls(0, 0, positions)
-
 
 @dataclass(frozen=True)
 class ImageLayout:
@@ -122,8 +117,7 @@ class ImageLayout:
     def trial_sizes(self) -> list[tuple[int, int]]:
         """Widths and heights in pixels whose tilings differ, for a layout that `is_sized`."""
         side = self.tile_size // 2
-        sides = range(side, 13 * side, side)
-        return list(itertools.product(sides, repeat=2))
+        return list(itertools.product(range(side, 13 * side, side), repeat=2))
 
     @property
     def description(self) -> str:
@@ -135,13 +129,13 @@ class ImageLayout:
         """Keys of the stock class's image processor that say the layout's numbers."""
         return {}
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         """Return tiles and positions of an image of this size in pixels.
 
         `images` is the number of them in its sample. Raises UnfitImage for one that cannot be cut.
         Only a layout that `is_sized` needs the size.
         """
-        return Tiling.uncut(self.positions_per_tile)
+        return Tiling(0, 0, self.positions_per_tile)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
         """Return an image's part of a text, in order: words, and numbers of positions."""

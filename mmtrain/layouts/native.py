@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from mmtrain.layouts.layout import ImageLayout, Tiling, UnfitImage
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 # Lfm2VlImageProcessor's
 MIN_POSITIONS = 64
@@ -97,12 +97,12 @@ class Native(ImageLayout):
         """Return the size to which the stock processor first enlarges a small image."""
         return width, height
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         rows, columns = _grid(self, *self.enlarged(width, height))
         return Tiling(width, height, rows * columns, rows, columns, "stretched")
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(1 << 16)
 def _grid(layout: Native, width: int, height: int) -> tuple[int, int]:
     if max(width, height) > THINNEST * min(width, height):
         raise UnfitImage(f"{width} x {height} pixels, more than {THINNEST} times as long as wide")
@@ -153,12 +153,12 @@ def _longest(
 
 
 def patch_rows(
-    cells: torch.Tensor,
+    cells: Tensor,
     grid: Sequence[int],
     side: int,
     block: int,
     order: PatchOrder,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the patches (P, values) of one picture's cells (N, 3, S, S).
 
     A cell has `side` patches a side. Patches stand row by row; with `block` above 1, blocks stand
@@ -174,7 +174,7 @@ def patch_rows(
     return patches.reshape(len(cells) * side**2, -1)
 
 
-def picture(cells: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+def picture(cells: Tensor, grid: Sequence[int]) -> Tensor:
     """Return one picture (3, H, W) of its cells (N, 3, S, S)."""
     rows, columns = grid
     size = cells.shape[-1]

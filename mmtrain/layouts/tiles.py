@@ -53,7 +53,7 @@ class Tiles(ImageLayout):
     def image_settings(self) -> dict[str, Any]:
         return {"crop_to_patches": True, "max_patches": self.max_tiles}
 
-    def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
+    def tiling(self, width: int, height: int, images: int = 1) -> Tiling:
         return _tiling(self, width, height)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
@@ -63,7 +63,7 @@ class Tiles(ImageLayout):
         return (*pieces, _OVERVIEW, self.positions_per_tile)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(1 << 16)
 def _tiling(layout: Tiles, width: int, height: int) -> Tiling:
     side = layout.tile_size
     columns, rows = _nearest_shape(width, height, side, layout.max_tiles)
@@ -100,7 +100,5 @@ def _nearest_shape(
 
 @functools.cache
 def _grids(max_tiles: int) -> list[tuple[int, int]]:
-    sides = range(1, max_tiles + 1)
-    pairs = itertools.product(sides, repeat=2)
-    grids = [pair for pair in pairs if math.prod(pair) <= max_tiles]
-    return sorted(grids, key=math.prod)
+    pairs = itertools.product(range(1, max_tiles + 1), repeat=2)
+    return sorted((pair for pair in pairs if math.prod(pair) <= max_tiles), key=math.prod)

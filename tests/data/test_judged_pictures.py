@@ -20,6 +20,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import BadSample
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.images import ImageTransform
+from mmtrain.layouts.layout import Tiling
 
 TRANSFORM = ImageTransform(28, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", "resize")
 READ = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I;16B")
@@ -55,7 +56,7 @@ PICTURES = pictures()
 
 def is_trained_on(content: bytes) -> bool:
     try:
-        TRANSFORM.decode(content)
+        TRANSFORM.decode(content, Tiling(0, 0, 1))
     except BadSample:
         return False
     return True

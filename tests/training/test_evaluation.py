@@ -73,9 +73,8 @@ class Scene:
 
     def pixels(self, pngs: Sequence[bytes]) -> torch.Tensor | None:
         transform = image_transform(str(self.folder / "vision"))
-        return (
-            torch.stack([transform(Image.open(io.BytesIO(png))) for png in pngs]) if pngs else None
-        )
+        fitted = [transform.fitted(Image.open(io.BytesIO(png))) for png in pngs]
+        return transform.normalise(torch.stack(fitted)) if pngs else None
 
 
 def stock_logits(model, ids, pixels):

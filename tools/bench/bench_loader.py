@@ -368,7 +368,8 @@ def _bare_loop(transform: ImageTransform, images: list[bytes], processes: int) -
     def work(share: list[bytes]) -> None:
         start.wait()
         for content in share:
-            transform(Image.open(io.BytesIO(content)).convert("RGB"))
+            image = Image.open(io.BytesIO(content)).convert("RGB")
+            transform.normalise(transform.fitted(image))
         end.wait()
 
     workers = [

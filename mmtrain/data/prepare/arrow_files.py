@@ -41,7 +41,7 @@ def count_rows(path: Path) -> int:
         return sum(batch.num_rows for batch in _arrow_batches(file))
 
 
-def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[dict[str, Any]]:
+def arrow_rows(path: Path, wanted: Collection[str], first: int) -> Iterator[dict[str, Any]]:
     """Yield the rows from `first` on, of the wanted columns: JSON types, and memoryview for bytes.
 
     Rows are decoded one by one: a dictionary's value of 256 MB takes 9 kB of a file, however many

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
@@ -50,8 +50,7 @@ _LONGEST = 80  # characters of an id that is its own key; a number may follow th
 _READABLE = 60  # characters of an unsafe id that its key keeps
 
 
-@dataclass(frozen=True)
-class WrittenShard:
+class WrittenShard(NamedTuple):
     """The contents of a complete tar."""
 
     file: str  # its name, without folder
@@ -64,19 +63,17 @@ class WrittenShard:
     sha256: str  # of the tar
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A record with sound text: a sample, if its images are sound too."""
 
     record: int  # its number over all input files, from 0
     key: str
     content: dict
     images: tuple[str, ...]
-    holds_images: bool = False  # its row has bytes of images, not only names
+    holds_images: bool  # its row has bytes of images, not only names
 
 
-@dataclass(frozen=True)
-class BadRecord:
+class BadRecord(NamedTuple):
     """A record that becomes no sample."""
 
     record: int  # its number over all input files, from 0
@@ -85,8 +82,7 @@ class BadRecord:
     detail: str
 
 
-@dataclass(frozen=True)
-class ShardJob:
+class ShardJob(NamedTuple):
     """The records of one shard."""
 
     number: int
@@ -94,8 +90,7 @@ class ShardJob:
     rejected: tuple[BadRecord, ...]  # for their text
 
 
-@dataclass(frozen=True)
-class FinishedShard:
+class FinishedShard(NamedTuple):
     """A shard that is written, and the candidates that it lacks because of their images."""
 
     shard: WrittenShard
@@ -128,8 +123,7 @@ def tar_bytes(members: Iterable[int]) -> int:
 
     The archive's end is left out.
     """
-    blocks = sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
-    return blocks * tarfile.BLOCKSIZE
+    return tarfile.BLOCKSIZE * sum(1 - (-size // tarfile.BLOCKSIZE) for size in members)
 
 
 def shard_name(number: int) -> str:
@@ -177,11 +171,10 @@ class ShardMaker:
             try:
                 files = list(map(self._file, candidate.images, contents))
             except BadSample as error:
-                identifier = candidate.content.get("id")
                 rejected.append(
                     BadRecord(
                         candidate.record,
-                        identifier,
+                        candidate.content.get("id"),
                         error.reason,
                         error.detail,
                     )
@@ -200,18 +193,15 @@ def write_shards(
     samples: Iterable[KeyedSample],
     folder: Path,
     samples_per_shard: int,
-) -> list[WrittenShard]:
+) -> None:
     """Write samples with unique keys, in order, into new shards of an existing folder.
 
     The shards are shard-000000.tar, shard-000001.tar, ...
     """
     samples = iter(samples)
-    shards = []
-    for first in samples:
-        path = folder / shard_name(len(shards))
+    for number, first in enumerate(samples):
         others = itertools.islice(samples, samples_per_shard - 1)
-        shards.append(write_shard(path, itertools.chain([first], others)))
-    return shards
+        write_shard(folder / shard_name(number), itertools.chain([first], others))
 
 
 def write_shard(
@@ -276,14 +266,7 @@ class _Shard:
         self.index.add(key, members, [image_size(content) for _, content in files])
         if self.count is not None:
             no_images = (b"",) * len(files)
-            turns = parse_turns(record)
-            sample = Sample(
-                key,
-                str(self.path),
-                turns,
-                no_images,
-                members[0].offset,
-            )
+            sample = Sample(key, str(self.path), parse_turns(record), no_images)
             self.lengths.add(sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:

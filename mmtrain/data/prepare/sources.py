@@ -12,27 +12,35 @@ from __future__ import annotations
 
 import binascii
 import contextlib
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, first_few
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.sharding import Candidate
-from mmtrain.data.samples import formats
 from mmtrain.data.samples.formats import (
+    ANSWER_KEYS,
+    CAPTION_KEYS,
+    CONVERSATION_KEYS,
+    IMAGE_KEYS,
+    READERS,
     SEEN,
+    TEXTS_KEYS,
     SampleFormat,
     best,
     candidates,
+    caption_turns,
     first_held,
     first_value,
+    is_image_part,
+    llava_turns,
+    refuse_unread,
 )
 from mmtrain.data.samples.records import (
     CONTENT_KEYS,
@@ -40,9 +48,11 @@ from mmtrain.data.samples.records import (
     UNREAD_KEYS,
     BadSample,
     Record,
+    Turns,
     held,
     is_given,
     keys_or_value,
+    objects_in,
     parse_record,
     short,
     unpacked,
@@ -60,13 +70,13 @@ _DOWNLOAD = (
 _SPLIT_FILE = re.compile(
     r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE
 )
-IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
-CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
+IMAGE_COLUMNS = (*IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
+CAPTION_COLUMNS = (*CAPTION_KEYS, "title")
 # What a table may hold as JSON text.
-_LISTS = (*formats.CONVERSATION_KEYS, *formats.TEXTS_KEYS, "prompt", *formats.ANSWER_KEYS)
+_LISTS = (*CONVERSATION_KEYS, *TEXTS_KEYS, "prompt", *ANSWER_KEYS)
 _CONVERSATION = (
     "system",
-    *itertools.chain.from_iterable(reader.keys for reader in formats.READERS.values()),
+    *chain.from_iterable(reader.keys for reader in READERS.values()),
     *UNREAD_KEYS,
     "objects",
 )
@@ -82,7 +92,7 @@ class RowImage:
     """An image that a row names or holds."""
 
     name: str | None  # None where it has bytes alone
-    content: memoryview | None = None  # None: it is a file of the images folder
+    content: memoryview | None  # None: it is a file of the images folder
 
 
 @dataclass(frozen=True)
@@ -124,13 +134,13 @@ class Adapter:
         return CAPTION_COLUMNS if self.form.caption_key is None else (self.form.caption_key,)
 
     @property
-    def columns(self) -> frozenset[str]:
-        return frozenset({"id", *_CONVERSATION, *self.image_keys, *self.caption_keys})
+    def columns(self) -> set[str]:
+        return {"id", *_CONVERSATION, *self.image_keys, *self.caption_keys}
 
     @property
     def description(self) -> str:
         if self.form.name != "caption":
-            return formats.READERS[self.form.name].description
+            return READERS[self.form.name].description
         caption = self.form.caption_key or "none"
         return f"captions (image: {self.image_key or 'none'}, caption: {caption})"
 
@@ -140,7 +150,7 @@ class Adapter:
             return []
         read = {"id", self.image_key, self.form.caption_key}
         if self.form.name != "caption":
-            read = {"id", "system", *self.image_keys, *formats.READERS[self.form.name].keys}
+            read = {"id", "system", *self.image_keys, *READERS[self.form.name].keys}
         return [key for key in keys if key not in read]
 
     def settled(self, rows: Sequence[object]) -> Adapter:
@@ -150,7 +160,7 @@ class Adapter:
         """
         if self.form.name != "caption":
             return self
-        fields = [row for row in rows if isinstance(row, dict)]
+        fields = objects_in(rows)
         image = _first_used(self.image_keys, fields, held)
         caption = _first_used(self.caption_keys, fields, is_given)
         return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
@@ -158,12 +168,12 @@ class Adapter:
     def adapt(self, row: object) -> Adapted:
         """Turn a row into a record; raises BadSample."""
         if self.form.name != "caption":
-            formats.refuse_unread(row)
+            refuse_unread(row)
         if self.as_it_is:
             record = parse_record(row)
             if not record.images:
                 _refuse_unread_images(row)
-            formats.llava_turns(row, len(record.images))
+            llava_turns(row, len(record.images))
             return Adapted(record, self.images(row))
 
         if not isinstance(row, dict):
@@ -184,7 +194,7 @@ class Adapter:
         content["conversations"] = [{"from": speaker, "value": text} for speaker, text in turns]
         return Adapted(parse_record(content), images)
 
-    def _turns(self, row: dict[str, Any], images: int) -> formats.Turns:
+    def _turns(self, row: dict, images: int) -> Turns:
         if self.form.name == "caption":
             caption = first_value(row, self.caption_keys)
             if caption is None:
@@ -193,20 +203,20 @@ class Adapter:
                 raise BadSample(
                     "image_count", f"a caption without an image: {_nothing(self.image_keys, row)}"
                 )
-            return formats.caption_turns(caption, images, self.form.caption_prompt)
+            return caption_turns(caption, images, self.form.caption_prompt)
         conversation = dict(row)
         for key in row:
             if key in _LISTS:
                 conversation[key] = unpacked(row[key])
-            elif key in formats.IMAGE_KEYS:  # counted by `images`
+            elif key in IMAGE_KEYS:  # counted by `images`
                 conversation[key] = None
         if self.form.name == "interleaved":
             conversation["images"] = unpacked(first_value(row, self.image_keys))
-        return formats.READERS[self.form.name].turns(conversation, images)
+        return READERS[self.form.name].turns(conversation, images)
 
-    def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
+    def images(self, row: dict) -> tuple[RowImage, ...]:
         """Return the images of a row, in order; raises BadSample."""
-        images: Iterable[object] = first_held(row, self.image_keys)
+        images = first_held(row, self.image_keys)
         if self.form.name == "interleaved":
             images = filter(held, images)
         elif not images and self.form.name in ("sharegpt", "qa"):
@@ -216,7 +226,7 @@ class Adapter:
 
 def _first_used(
     keys: Iterable[str],
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[dict],
     is_used: Callable[[object], object],
 ) -> str | None:
     for key in keys:
@@ -225,7 +235,7 @@ def _first_used(
     return None
 
 
-def _refuse_unread_images(row: dict[str, Any]) -> None:
+def _refuse_unread_images(row: dict) -> None:
     """Raise BadSample for a text that names images elsewhere; it may name the file it is from."""
     for key in IMAGE_COLUMNS:
         value = row.get(key)
@@ -238,15 +248,15 @@ def _refuse_unread_images(row: dict[str, Any]) -> None:
             )
 
 
-def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
+def _images_in_parts(row: dict) -> Iterator[object]:
     """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
-    for message in first_held(row, (*formats.CONVERSATION_KEYS, "prompt")):
+    for message in first_held(row, (*CONVERSATION_KEYS, "prompt")):
         for part in first_held(message, CONTENT_KEYS):
-            if isinstance(part, dict) and formats.is_image_part(part):
+            if isinstance(part, dict) and is_image_part(part):
                 yield _image_of_part(part)
 
 
-def _image_of_part(part: dict[str, Any]) -> object:
+def _image_of_part(part: dict) -> object:
     """Return the image of a part, perhaps inside OpenAI's `image_url` or Anthropic's `source`.
 
     Raises BadSample.
@@ -270,7 +280,7 @@ def _image_of_part(part: dict[str, Any]) -> object:
     )
 
 
-def _nothing(keys: Iterable[str], row: dict[str, Any]) -> str:
+def _nothing(keys: Iterable[str], row: dict) -> str:
     return f"nothing under {' or '.join(keys)}; {keys_or_value(row)}"
 
 
@@ -280,7 +290,7 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 def _image(value: object) -> RowImage:
     """Read an image: a name, bytes, or both, as datasets' Image has them; raises BadSample."""
-    fields: dict[str, Any] = {"bytes": value}
+    fields = {"bytes": value}
     if isinstance(value, dict):
         fields = value
     elif isinstance(value, str):
@@ -325,7 +335,7 @@ class Source:
             rows = text_files.table_rows(self.path)
         else:
             rows = text_files.json_records(self.path)
-        return itertools.islice(rows, first, None)
+        return islice(rows, first, None)
 
     def count(self) -> int:
         """Return the number of rows; raises UserError for a damaged file."""
@@ -341,17 +351,15 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     no form fits.
     """
     files = _files(path)
-    any_form = Adapter(form, image_key)
-    sources = [Source(file, name, any_form) for name, file in files]
-    all_rows = itertools.chain.from_iterable(map(Source.rows, sources))
-    rows = list(map(_without_contents, itertools.islice(all_rows, SEEN)))
+    sources = [Source(file, name, Adapter(form, image_key)) for name, file in files]
+    all_rows = chain.from_iterable(map(Source.rows, sources))
+    rows = list(map(_without_contents, islice(all_rows, SEEN)))
     if not rows:
         raise UserError(f"{path}: has no records")
     if sources[0].is_arrow:
         keys = arrow_files.arrow_columns(sources[0].path)
     else:
-        fields = [row for row in rows if isinstance(row, dict)]
-        keys = list(dict.fromkeys(itertools.chain.from_iterable(fields)))
+        keys = list(dict.fromkeys(chain.from_iterable(objects_in(rows))))
 
     are_json = all(file.suffix.lower() in _JSON for _, file in files)
     adapters = []
@@ -404,7 +412,7 @@ class ImageReader:
                 self.opened = source
                 self.rows = source.rows(row)
                 self.next_row = row
-            content = next(itertools.islice(self.rows, row - self.next_row, None), None)
+            content = next(islice(self.rows, row - self.next_row, None), None)
             self.next_row = row + 1
             images = source.adapter.images(content) if isinstance(content, dict) else ()
             if len(images) != len(candidate.images):
@@ -452,14 +460,14 @@ def _fitting(
         mend = "Name its picture by --image-key NAME and its caption by data.caption_key=NAME"
         if any("url" in key.lower() or _URL.match(key) for key in keys):
             mend = _DOWNLOAD
-        if not {*formats.CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:
+        if not {*CONVERSATION_KEYS, *IMAGE_COLUMNS, *CAPTION_COLUMNS} & {*keys}:
             raise UserError(f"{path}: none of its keys or columns is known: {_named(keys)}. {mend}")
         raise UserError(
             f"{path}: none of its first {len(rows):,} records is a sample: {'; '.join(seen)}. "
             f"It has {_named(keys)}. {mend}"
         )
 
-    images = list(itertools.chain.from_iterable(one.images for one in adapted))
+    images = list(chain.from_iterable(one.images for one in adapted))
     files = [image.name for image in images if image.content is None]
     if files and _URL.match(files[0]):
         raise UserError(f"{path}: its images are URLs ({escape(files[0])}). {_DOWNLOAD}")

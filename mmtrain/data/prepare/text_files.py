@@ -21,7 +21,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.samples.formats import CONVERSATION_KEYS, IMAGE_KEYS, QUESTION_KEYS, TEXTS_KEYS
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, are_objects
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, are_objects, objects_in
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 MAX_COCO_BYTES = 256 << 20  # the captions of COCO 2017 have 92 MB
@@ -126,11 +126,10 @@ def _records_inside(content: dict) -> Iterator[object]:
     """Yield COCO's captions, the records that an object holds by id or in a list, or itself."""
     images = content.get("images")
     annotations = content.get("annotations")
-    if isinstance(images, list) and isinstance(annotations, list):
-        objects = [one for one in annotations if isinstance(one, dict)]
-        if any("image_id" in one for one in objects):
-            yield from _coco_captions(images, annotations)
-            return
+    are_lists = isinstance(images, list) and isinstance(annotations, list)
+    if are_lists and any("image_id" in one for one in objects_in(annotations)):
+        yield from _coco_captions(images, annotations)
+        return
 
     lists = list(filter(are_objects, content.values()))
     if _KEYS_OF_A_RECORD & content.keys():

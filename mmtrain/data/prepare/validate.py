@@ -13,12 +13,10 @@ two would write over each other.
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 
@@ -56,8 +54,8 @@ class Validator:
     keep_duplicates: bool  # a repeated id gets a key of its own
     allowed_rejections: int  # for the text; reading ends early, after more
     # of candidates -> the record's number in all files
-    keys: dict[str, int] = field(init=False, default_factory=dict)
-    repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
+    keys: dict[str, int] = field(default_factory=dict)
+    repeats: Counter[str] = field(default_factory=Counter)  # of a key, so far
 
     def __iter__(self) -> Iterator[ShardJob]:
         full = self.samples_per_shard
@@ -160,8 +158,8 @@ class ShardStats:
     validator: Validator
     rejected: JsonLines
     total: int  # records
-    reasons: Counter[str] = field(init=False, default_factory=Counter)
-    shards: list[WrittenShard] = field(init=False, default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    shards: list[WrittenShard] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -172,12 +170,12 @@ class ShardStats:
         return sum(self._each("images"))
 
     def _each(self, name: str) -> list:
-        return list(map(attrgetter(name), self.shards))
+        return [getattr(shard, name) for shard in self.shards]
 
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
         allowed = self.validator.allowed_rejections
-        for rejection in sorted(job.rejected + finished.rejected, key=attrgetter("record")):
+        for rejection in sorted(job.rejected + finished.rejected):
             source, number = place(self.validator.sources, rejection.record)
             self.rejected.write(
                 file=source.name,
@@ -209,7 +207,6 @@ class ShardStats:
         Raises OSError.
         """
         tokens = self._each("text_tokens")
-        digests = "".join(self._each("sha256"))
         content = {
             "format_version": 1,
             "records": self.total,
@@ -220,8 +217,8 @@ class ShardStats:
             "bytes": sum(self._each("bytes")),
             "rejected": dict(sorted(self.reasons.items())),
             **run,
-            "sha256": hashlib.sha256(digests.encode()).hexdigest(),
-            "shards": list(map(asdict, self.shards)),
+            "sha256": hashlib.sha256("".join(self._each("sha256")).encode()).hexdigest(),
+            "shards": list(map(WrittenShard._asdict, self.shards)),
         }
         write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
 
@@ -285,8 +282,8 @@ class UnfinishedRun:
 
     def add(self, number: int, finished: FinishedShard) -> None:
         if number not in self.finished:
-            rejected = list(map(astuple, finished.rejected))
-            self.lines.write(shard=number, written=asdict(finished.shard), rejected=rejected)
+            written = finished.shard._asdict()
+            self.lines.write(shard=number, written=written, rejected=finished.rejected)
 
     def discard(self) -> None:
         _remove_all_but(self.out, {})
@@ -324,7 +321,7 @@ def unfinished_run(out: Path, run: dict, resume: bool) -> Iterator[UnfinishedRun
             shard = WrittenShard(**line["written"])
             tar = out / shard.file
             if tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file():
-                rejected = tuple(itertools.starmap(BadRecord, line["rejected"]))
+                rejected = tuple(map(BadRecord._make, line["rejected"]))
                 finished[line["shard"]] = FinishedShard(shard, rejected)
         _remove_all_but(out, finished)
         lines = opened.enter_context(JsonLines(state))

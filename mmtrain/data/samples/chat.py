@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mmtrain.base.printing import escape
 from mmtrain.config.templates import NAMES, jinja_of, template_name
-from mmtrain.data.samples.records import IMAGE_MARK, BadSample
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample, Turns
 from mmtrain.facts.tokenizer_files import missing_chat_template
 
 # LLaVA's speakers, as chat templates call them
@@ -33,7 +33,6 @@ FIXED_CLOCK = (  # a macro hides the function of this name that transformers giv
 )
 
 Span = tuple[int, int]  # begin and end in characters
-Turns = Sequence[tuple[str, str]]
 
 
 class TemplateError(Exception):

@@ -36,19 +36,19 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     UNREAD_KEYS,
     BadSample,
+    Turns,
     are_objects,
     held,
     is_given,
     judged_turns,
     keys_or_value,
+    objects_in,
     parse_turns,
     refuse_unread_parts,
     refuse_wrong_image_count,
     short,
     value_text,
 )
-
-Turns = tuple[tuple[str, str], ...]
 
 CAPTION_SUFFIXES = ("txt", "caption")
 TEXT_SUFFIXES = ("json", *CAPTION_SUFFIXES)  # of members that some format reads
@@ -185,7 +185,7 @@ def llava_turns(record: object, images: int) -> Turns:
 
 def refuse_what_would_be_lost(
     record: object,
-    turns: Sequence[tuple[str, str]],
+    turns: Turns,
     images: int,
 ) -> None:
     """Raise BadSample for a record that says more than its turns hold.
@@ -391,12 +391,12 @@ def first_held(record: object, keys: Iterable[str]) -> list:
     return []
 
 
-def _has_marks(turns: Sequence[tuple[str, str]]) -> bool:
+def _has_marks(turns: Turns) -> bool:
     return any(IMAGE_MARK in text for _, text in turns)
 
 
 def _says_more_than_llava(record: object) -> bool:
-    turns = [turn for turn in first_held(record, ("conversations",)) if isinstance(turn, dict)]
+    turns = objects_in(first_held(record, ("conversations",)))
     has_own_system = bool(turns) and turns[0].get("from") == "system"
     masks_an_answer = any(_masks(turn) for turn in turns if turn.get("from") == "gpt")
     return masks_an_answer or (bool(_system_beside(record)) and not has_own_system)

@@ -90,6 +90,8 @@ TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
 # What Pillow's decoders raise on damaged files, beyond the OSError that they document.
 DECODE_ERRORS = (OSError, TypeError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
+Turns = Sequence[tuple[str, str]]  # (speaker of ROLES, text)
+
 REASONS = {
     "not_an_object": "not a JSON object",
     "not_json": "text that is not Unicode: other JSON readers would fail",
@@ -198,7 +200,7 @@ def record_json(record: dict) -> bytes:
     return text.encode()
 
 
-def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
+def parse_turns(record: object) -> Turns:
     """Return the turns (speaker, text) of a conversation.
 
     They are perhaps one from system, then human, gpt, human, gpt, ...
@@ -240,6 +242,11 @@ def are_objects(value: object) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(entry, dict) for entry in value)
+
+
+def objects_in(values: Iterable[object]) -> list[dict]:
+    """Return the values that are objects."""
+    return [value for value in values if isinstance(value, dict)]
 
 
 def is_given(value: object) -> bool:
@@ -292,11 +299,8 @@ def refuse_unread_parts(number: int, turn: dict, unread: Sequence[str] = ()) -> 
         raise BadSample("unread_part", f"turn {number} has {more[0]}: {short(turn[more[0]])}")
 
 
-def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return turns that form a trainable conversation of limited length.
-
-    A turn is (speaker of ROLES, text). Raises BadSample.
-    """
+def judged_turns(turns: Turns) -> Turns:
+    """Return turns that form a trainable conversation of limited length; raises BadSample."""
     if len(turns) > MAX_TURNS:
         raise BadSample("too_long", f"{len(turns):,} turns; at most {MAX_TURNS:,} are allowed")
     text_bytes = 0
@@ -335,7 +339,7 @@ def _refuse_placeholders(number: int, text: str) -> None:
             )
 
 
-def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:
+def refuse_wrong_image_count(turns: Turns, images: int) -> None:
     """Raise BadSample unless each image has one <image> mark."""
     marks = sum(text.count(IMAGE_MARK) for _, text in turns)
     if marks != images:

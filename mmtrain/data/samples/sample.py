@@ -7,13 +7,13 @@ Sample --a template of templates.py--> Document: input_ids (T,), labels (T,) shi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation, dotted_keys
-from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
+from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample, Turns
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.layout import ImageLayout, Tiling
@@ -22,6 +22,8 @@ from mmtrain.layouts.square import ONE_SQUARE
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
 
+# (width, height) in pixels of images, as EXIF turns them
+Sizes = tuple[tuple[int, int], ...]
 _IMAGE_SUFFIX = re.compile(rf"(?:(\d+)\.)?(?:{'|'.join(IMAGE_SUFFIXES)})")
 
 
@@ -31,11 +33,10 @@ class Sample:
 
     key: str
     shard: str
-    turns: tuple[tuple[str, str], ...]  # ("system" | "human" | "gpt", text)
+    turns: Turns
     images: tuple[bytes, ...]  # encoded files, in the order of their <image> marks
     offset: int = 0  # of its first member's content in the shard, in bytes
-    # (width, height) of the images, as they are turned; where a layout asks
-    sizes: tuple[tuple[int, int], ...] = ()
+    sizes: Sizes = ()  # of the images; where a layout asks
 
     @property
     def where(self) -> str:
@@ -76,7 +77,7 @@ class Document:
     input_ids: tuple[int, ...]  # IMAGE_POSITION at image positions
     # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
     labels: tuple[int, ...]
-    tilings: tuple[Tiling, ...] = ()  # of each of the sample's images
+    tilings: tuple[Tiling, ...]  # of each of the sample's images
     is_control: bool = False  # the images are another sample's, and take the sizes of its own
 
 
@@ -125,7 +126,7 @@ def image_number(suffix: str) -> int | None:
     return int(number) if len(number) <= 9 else 10**9
 
 
-def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
+def image_suffixes(suffixes: Collection[str]) -> list[str]:
     """Return the suffixes that are images, in the order of their <image> marks; raises BadSample.
 
     One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg,

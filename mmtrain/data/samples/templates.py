@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.templates import template_name
-from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
-from mmtrain.data.samples.records import IMAGE_MARK, BadSample
+from mmtrain.data.samples.chat import PROBE, ChatText, Span, any_of
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample, Turns
 from mmtrain.data.samples.sample import (
     IGNORE,
     IMAGE_POSITION,
@@ -165,11 +165,10 @@ class PlainTemplate(_Template):
                 "data.template: plain ends captions with the EOS token, but the tokenizer of "
                 f"{tokenizer.name_or_path} has none. Set eos_token in its tokenizer_config.json"
             )
-        self.prefix: list[int] = []
         with panics_told(tokenizer.name_or_path):
-            first = tokenizer("a").input_ids[:1]
-        if first == [tokenizer.bos_token_id]:
-            self.prefix = first
+            self.prefix = tokenizer("a").input_ids[:1]
+        if self.prefix != [tokenizer.bos_token_id]:
+            self.prefix = []
         if layout.has_texts:
             tokenizer = with_marks(tokenizer, IMAGE_MARK)
         super().__init__(tokenizer, layout, vocab_size)
@@ -499,9 +498,10 @@ class TextCounter:
     def __init__(self, how: Tokenization) -> None:
         self.how = how
         self.layout = how.layout.of_texts
-        tokenizer = load_tokenizer(how.tokenizer)
         # The tokens' number does not depend on the size of the embedding.
-        self.template = make_template(how.template, tokenizer, self.layout, sys.maxsize)
+        self.template = make_template(
+            how.template, load_tokenizer(how.tokenizer), self.layout, sys.maxsize
+        )
 
     def __call__(self, sample: Sample) -> int:
         """Return the number of tokens without those of images; raises BadSample."""
@@ -510,7 +510,7 @@ class TextCounter:
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[Tokenization]]:
+    def __reduce__(self) -> tuple:
         return TextCounter, (self.how,)  # a jinja2 template cannot be pickled
 
 

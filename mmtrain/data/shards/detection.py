@@ -29,7 +29,7 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons, objects_in
 from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_index
@@ -50,12 +50,17 @@ def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> Samp
     if asked.name != AUTO:
         return asked
     first = _first_samples(shards, key)
-    records = [record for record in map(json_record, first) if isinstance(record, dict)]
+    records = objects_in(map(json_record, first))
     forms = [replace(asked, name=name) for name in candidates(records)]
     faults = []
     for form in forms:
-        judged = (_fault(members, form) for members in first)
-        faults.append(list(filter(None, judged)))
+        of_form = []
+        for members in first:
+            try:
+                read_sample("", "", members, form=form)
+            except BadSample as error:
+                of_form.append(error)
+        faults.append(of_form)
     counts = [len(first) - len(of_form) for of_form in faults]
     choice = best(counts, len(first))
     form = forms[choice]
@@ -134,14 +139,6 @@ def refuse_useless_shards(shards: Sequence[Path], how: Tokenization, key: str) -
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
         f"the first is {useless[0]} ({why})"
     )
-
-
-def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
-    try:
-        read_sample("", "", members, form=form)
-    except BadSample as error:
-        return error
-    return None
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
@@ -42,7 +42,7 @@ from mmtrain.base.json_lines import compact_json
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import read_limited
 from mmtrain.data.samples.records import REASONS, BadSample
-from mmtrain.data.samples.sample import Sample, image_number
+from mmtrain.data.samples.sample import Sample, Sizes, image_number
 
 FORMAT = "mmtrain shard index"
 # 3: pictures that training refuses are faults, Alpaca and query/response rows are samples
@@ -107,8 +107,7 @@ class ShardIndex:
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
     members: list[tuple[Member, ...]]  # per sample, in the tar's order
-    # (width, height) of a sample's images, 0 where not known
-    image_sizes: list[tuple[tuple[int, int], ...]]
+    image_sizes: list[Sizes]  # of each sample's images, 0 where not known
     # by SampleFormat.reading, at least one; unusable whatever the tokenizer
     faults: dict[str, Faults]
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
@@ -131,7 +130,7 @@ class ShardIndex:
     @property
     def flat_image_sizes(self) -> np.ndarray:
         """(images, 2) int64 width and height, one sample after the other."""
-        sizes = list(itertools.chain.from_iterable(self.image_sizes))
+        sizes = list(chain.from_iterable(self.image_sizes))
         return np.array(sizes, np.int64).reshape(-1, 2)
 
 
@@ -183,8 +182,14 @@ def write_index(tar: Path, index: ShardIndex) -> None:
     Raises UserError if the disk refuses it.
     """
     content = compact_json(_columns(index))
-    header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "tar_bytes": index.tar_bytes}
-    header |= {"samples": len(index.keys), "texts": _usable(index.texts), "bytes": len(content)}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tar_bytes": index.tar_bytes,
+        "samples": len(index.keys),
+        "texts": _usable(index.texts),
+        "bytes": len(content),
+    }
     header["crc32"] = _crc32(header, content)
     lines = compact_json(header) + b"\n" + content + b"\n"
     beside = _beside(tar)
@@ -261,10 +266,9 @@ def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
 
 
 def _columns(index: ShardIndex) -> dict:
-    members: dict[str, list] = {"counts": list(map(len, index.members))}
+    members = {"counts": list(map(len, index.members))}
     for name in Member._fields:
-        of_all = itertools.chain.from_iterable(index.members)
-        members[name] = list(map(attrgetter(name), of_all))
+        members[name] = list(map(attrgetter(name), chain.from_iterable(index.members)))
     width, height = index.flat_image_sizes.T.tolist()
     faults = {}
     for reading, of_reading in sorted(index.faults.items()):
@@ -272,11 +276,10 @@ def _columns(index: ShardIndex) -> dict:
     texts = {}
     for name, text in sorted(index.texts.items()):
         texts[name] = {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
-    images = {"counts": index.image_counts.tolist(), "width": width, "height": height}
     return {
         "keys": index.keys,
         "members": members,
-        "images": images,
+        "images": {"counts": index.image_counts.tolist(), "width": width, "height": height},
         "faults": faults,
         "texts": texts,
     }
@@ -350,7 +353,7 @@ def _parse(header: _Header, value: object) -> ShardIndex:
     members = content.members
     images = content.images
     texts = content.texts
-    columns: dict[str, list] = {
+    columns = {
         "keys": content.keys,
         "members.counts": members.counts,
         "images.counts": images.counts,
@@ -402,7 +405,7 @@ def _split(name: str, content: _Members | _Images, fields: Sequence[str]) -> lis
             f"{name}: {', '.join(fields)} do not have as many elements as the counts add up to"
         )
     rows = zip(*columns, strict=True)
-    return [tuple(itertools.islice(rows, count)) for count in content.counts]
+    return [tuple(islice(rows, count)) for count in content.counts]
 
 
 def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:

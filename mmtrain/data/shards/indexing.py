@@ -32,6 +32,7 @@ from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, SampleFormat, tex
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadSample, image_size
 from mmtrain.data.samples.sample import (
     Sample,
+    Sizes,
     Tokenization,
     image_number,
     image_suffixes,
@@ -226,7 +227,7 @@ def _without_images(
     tar: Path,
     key: str,
     members: Sequence[Member],
-    sizes: tuple[tuple[int, int], ...],
+    sizes: Sizes,
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
@@ -251,9 +252,9 @@ class _File(NamedTuple):
 
     key: str
     member: Member
-    text: bytes = b""
-    image_size: tuple[int, int] = UNKNOWN_SIZE
-    fault: tuple[str, str] | None = None
+    text: bytes
+    image_size: tuple[int, int]
+    fault: tuple[str, str] | None
 
 
 def scan_shard(
@@ -348,7 +349,7 @@ def _add_sample(
         if len(members) < len(files):
             suffixes = ", ".join(file.member.suffix for file in files)
             raise BadSample("duplicate_member", f"{suffixes}: one appears twice")
-        sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
+        sizes = tuple(members[suffix].image_size for suffix in image_suffixes(members))
         for file in files:
             if file.fault is not None:
                 raise BadSample(*file.fault)

@@ -61,7 +61,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         # forks all workers: later, they would copy the locks of a progress bar's thread
         pool.submit(int)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        yield functools.partial(_run_in_pool, pool, 2 * workers, lambda: through.value)
+        yield functools.partial(_run_in_pool, pool, 2 * workers, through)
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed from outside, perhaps for lack of memory. "
@@ -96,7 +96,7 @@ def _run_here(
 def _run_in_pool(
     pool: ProcessPoolExecutor,
     most: int,
-    through: Callable[[], int],
+    through: Any,
     tasks: Iterable[Task],
     tick: Tick,
 ) -> Iterator[tuple[Task, Result]]:
@@ -105,8 +105,8 @@ def _run_in_pool(
     def first() -> tuple[Task, Result]:
         task, result = waiting.popleft()
         while not wait([result], timeout=SECONDS_BETWEEN_LOOKS).done:
-            tick(through())
-        tick(through())
+            tick(through.value)
+        tick(through.value)
         return task, result.result()
 
     for task in tasks:

@@ -66,9 +66,10 @@ def expand_shards(
     configuration's name for the list. Raises UserError for a pattern without files, a file named
     twice, and other URLs.
     """
-    patterns = (shards,) if isinstance(shards, str) else tuple(shards)
+    if isinstance(shards, str):
+        shards = (shards,)
     tars = []
-    for pattern in patterns:
+    for pattern in shards:
         tars += _tars_of(pattern, key, allow_pipe)
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
@@ -257,7 +258,7 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[P
 
     Here a shard may be named twice.
     """
-    paths: dict[Path, None] = {}  # in order, each once
+    paths = {}  # in order, each once
     for name in names:
         paths |= dict.fromkeys(expand_shards(name, "SHARDS", allow_pipe))
     return tuple(paths)

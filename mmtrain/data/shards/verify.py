@@ -50,23 +50,9 @@ def verify_shard(
     except MissingIndex:
         raise
     except OSError as error:
-        return [
-            DamagedMember(
-                str(tar),
-                None,
-                None,
-                f"{tar}: cannot be read ({error.strerror})",
-            )
-        ]
+        return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     except UserError as error:  # the index is damaged, or of a tar of another size
-        return [
-            DamagedMember(
-                str(tar),
-                None,
-                None,
-                str(error),
-            )
-        ]
+        return [DamagedMember(str(tar), None, None, str(error))]
     keys = {}
     for key, members in zip(index.keys, index.members, strict=True):
         for member in members:

@@ -62,8 +62,8 @@ class SampleLog:
         packed: PackedBatches,
         group: dist.ProcessGroup | None,
         folder: Path,
-        held_out: Sequence[QuarantinedSample] = (),
-        state: Mapping[str, Any] | None = None,
+        held_out: Sequence[QuarantinedSample],
+        state: Mapping[str, Any] | None,
     ) -> None:
         """Record the samples that are unusable from the start.
 
@@ -102,10 +102,14 @@ class SampleLog:
         # else it has them, or goes on without any
         if state is None or not self.quarantine_file.exists():
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
-        plan = self.order.epoch_plan(self._epoch)
-        self._refuse_many(plan.unusable, plan.drawn, unusable)
+        self._refuse_many(self._plan.unusable, self._plan.drawn, unusable)
         has_ledger = self.writes and self.config.data.ledger
         self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
+
+    @property
+    def _plan(self) -> EpochPlan:
+        """The plan of the first epoch that is not complete."""
+        return self.order.epoch_plan(self._epoch)
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """Yield the micro-batches; each is counted at the end of the step that uses it."""
@@ -113,7 +117,7 @@ class SampleLog:
             self._read_ahead.append(replace(batch, tiles=None))
             yield batch
 
-    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
+    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict]:
         """Close a step in which all replicas trained on `samples` and lost `quarantined`.
 
         Return, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples
@@ -143,20 +147,18 @@ class SampleLog:
             self.ledger.write(step=step, keys=taken.keys)
             self._write_faults([(step, *fault) for fault in taken.faults])
             # What is unusable from the start is never read: it counts in proportion.
-            plan = self.order.epoch_plan(self._epoch)
-            read = round(self._read / (1 - plan.unusable / plan.drawn))
+            read = round(self._read / (1 - self._plan.unusable / self._plan.drawn))
             latest = [fault for _, fault in taken.faults]
             self._refuse_many(self._lost + read - self._read, read, latest)
 
         records = []
         while self.order.first_pack(self._epoch + 1) <= taken_packs:
-            plan = self.order.epoch_plan(self._epoch)
             if self.writes:
-                records.append(self._close_epoch(plan, len(plan)))
+                records.append(self._close_epoch(len(self._plan)))
             self._epoch += 1
         return records
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         """Return the counts so far for a checkpoint, on rank 0 those of all replicas.
 
         Collective.
@@ -171,7 +173,7 @@ class SampleLog:
             "quarantined": dict(self._quarantined),
         }
 
-    def finish(self, steps: int) -> list[dict[str, Any]]:
+    def finish(self, steps: int) -> list[dict]:
         """Close the files, and the epoch that the last of `steps` left incomplete.
 
         Return records as end_step does.
@@ -183,7 +185,7 @@ class SampleLog:
             self._quarantine.close()
         if not (self.writes and packs):
             return []
-        return [self._close_epoch(self.order.epoch_plan(self._epoch), packs)]
+        return [self._close_epoch(packs)]
 
     def _gather(self) -> _Taken:
         """Return what all replicas took since the last time, in their order, on rank 0; nothing on
@@ -203,13 +205,14 @@ class SampleLog:
         self._quarantined.update(epoch for epoch, _ in together.faults)
         return together
 
-    def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
+    def _close_epoch(self, packs: int) -> dict:
         """Return the record of the epoch, `packs` of it taken.
 
         Raises CountError if it does not add up.
         """
         epoch = self._epoch
-        begin = max(0, self._first_pack - self.order.first_pack(self._epoch))
+        plan = self._plan
+        begin = max(0, self._first_pack - self.order.first_pack(epoch))
         complete = begin == 0 and packs == len(plan)
         trained = self._trained.pop(epoch, 0)
         damaged = self._quarantined.pop(epoch, 0)
@@ -260,7 +263,7 @@ class SampleLog:
     def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
-        least = min(FEWEST_READ, self.order.epoch_plan(self._epoch).drawn)
+        least = min(FEWEST_READ, self._plan.drawn)
         if not lost or lost <= rate * max(read, least):
             return
         listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])

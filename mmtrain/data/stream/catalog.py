@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import counted
@@ -40,6 +41,7 @@ from mmtrain.data.samples.records import (
 from mmtrain.data.samples.sample import (
     QuarantinedSample,
     Sample,
+    Sizes,
     Tokenization,
     image_number,
     read_sample,
@@ -58,8 +60,7 @@ FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is 
 LONGEST_PAUSE = 10.0
 
 
-@dataclass(frozen=True)
-class DataSet:
+class DataSet(NamedTuple):
     """Shards that are drawn from together."""
 
     shards: tuple[Path, ...]
@@ -68,28 +69,26 @@ class DataSet:
     form: SampleFormat = LLAVA
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The stored parts of a sample, and their shard."""
 
     key: str  # with its data set's name where there are several
     shard: Path
     members: tuple[Member, ...]
     form: SampleFormat
-    # (width, height) of its images, where the layout asks for them
-    sizes: tuple[tuple[int, int], ...]
+    sizes: Sizes  # of its images, where the layout asks for them
 
 
 class _Stored(NamedTuple):
     """A shard's index in arrays: forked workers share them, and no sample is an object."""
 
-    names: np.ndarray  # (samples,) bytes
-    first_member: np.ndarray  # (samples + 1,) int32
-    suffix: np.ndarray  # (members,) int32, a number of the catalog's suffixes
-    numbers: np.ndarray  # (members, 3) int64 offset, size and CRC32
-    first_image: np.ndarray  # (samples + 1,) int32
+    names: ndarray  # (samples,) bytes
+    first_member: ndarray  # (samples + 1,) int32
+    suffix: ndarray  # (members,) int32, a number of the catalog's suffixes
+    numbers: ndarray  # (members, 3) int64 offset, size and CRC32
+    first_image: ndarray  # (samples + 1,) int32
     # (images, 2) int32 width and height; none where the layout does not ask for them
-    image_sizes: np.ndarray
+    image_sizes: ndarray
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
@@ -127,8 +126,7 @@ def _data_set(
 ) -> DataSet:
     tars = expand_shards(shards, key, data.allow_pipe)
     asked = SampleFormat(form, data.caption_key, data.caption_prompt)
-    detected = sample_format(asked, tars, key)
-    return DataSet(tars, weight, name, detected)
+    return DataSet(tars, weight, name, sample_format(asked, tars, key))
 
 
 class Catalog:
@@ -175,14 +173,14 @@ class Catalog:
         for one, text in zip(sets, text_fingerprints, strict=True):
             read = [self._read_shard(one, text, shard, digest) for shard in one.shards]
             of_shards, planned, tiles = zip(*read, strict=True)
-            sizes = np.array(list(map(len, of_shards)))
-            planned_set = SampleSet(
-                one.weight,
-                sizes,
-                np.concatenate(planned),
-                np.concatenate(tiles),
+            self.sample_sets.append(
+                SampleSet(
+                    one.weight,
+                    np.array(list(map(len, of_shards))),
+                    np.concatenate(planned),
+                    np.concatenate(tiles),
+                )
             )
-            self.sample_sets.append(planned_set)
             lengths += of_shards
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
@@ -194,7 +192,7 @@ class Catalog:
         text: str,
         shard: Path,
         digest: hashlib._Hash,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[ndarray, ndarray, ndarray]:
         """Take in the next shard: return (samples,) int32 lengths, planned lengths, tiles.
 
         Planned lengths have HELD_OUT for samples that are held out.
@@ -229,11 +227,10 @@ class Catalog:
         for place, (reason, detail) in sorted(faults.items()):
             lengths[place] = UNUSABLE
             key = _full_key(one.name, index.keys[place])
-            offset = index.members[place][0].offset
             self.faults[first + place] = QuarantinedSample(
                 key,
                 str(shard),
-                offset,
+                index.members[place][0].offset,
                 reason,
                 detail,
             )
@@ -370,7 +367,7 @@ def _full_key(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
 
 
-def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, Faults]:
+def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[ndarray, Faults]:
     """Return (images, 2) int64 positions and tiles of each image, and samples with unfit ones.
 
     Both are 0 where an image cannot be cut.
@@ -403,7 +400,7 @@ def positions_and_tiles(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndar
     return of_kind[kind_of_image], faults
 
 
-def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[np.ndarray, np.ndarray, Faults]:
+def _image_totals(index: ShardIndex, layout: ImageLayout) -> tuple[ndarray, ndarray, Faults]:
     """Return (samples,) positions and tiles of a sample's images, and samples with unfit ones."""
     of_images, faults = positions_and_tiles(index, layout)
     ends = np.cumsum(index.image_counts)
@@ -418,7 +415,7 @@ class Reader:
 
     catalog: Catalog
     retry_seconds: float
-    _files: OrderedDict[Path, int] = field(init=False, default_factory=OrderedDict)
+    _files: OrderedDict[Path, int] = field(default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
         """Read the sample of a global number.

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -36,7 +37,6 @@ from mmtrain.layouts.anyres import centred_size
 from mmtrain.layouts.layout import Tiling
 
 Fit = Literal["pad", "resize", "center_crop"]
-ONE_TILE = Tiling.uncut(1)  # of an image that is not cut, whatever its size
 BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 
@@ -54,9 +54,9 @@ class ImageTransform:
     def decode(
         self,
         content: bytes,
-        tiling: Tiling = ONE_TILE,
+        tiling: Tiling,
         is_control: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return an image file as (tiles, 3, S, S) uint8, S = image_size; raises BadSample.
 
         An image of another size than the tiling's is BadSample; where `is_control`, it is stretched
@@ -74,7 +74,7 @@ class ImageTransform:
             image = self._resize(image, size)
         return self.cut(image, tiling)
 
-    def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
+    def cut(self, image: Image.Image, tiling: Tiling) -> Tensor:
         """Cut an image of the tiling's size into (tiles, 3, S, S) uint8.
 
         Raises what `fitted` raises.
@@ -83,7 +83,7 @@ class ImageTransform:
             return self.fitted(image)[None]
         image = as_rgb(image)
         side = self.image_size
-        size = (tiling.columns * self.image_size, tiling.rows * self.image_size)
+        size = (tiling.columns * side, tiling.rows * side)
         if tiling.canvas == "padded":
             canvas = self._pad(image)
         elif tiling.canvas == "stretched":
@@ -102,19 +102,12 @@ class ImageTransform:
             tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32.
-
-        Raises what `fitted` raises.
-        """
-        return self.normalise(self.fitted(image)[None])[0]
-
-    def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Turn (N, 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
+    def normalise(self, tiles: Tensor) -> Tensor:
+        """Turn (..., 3, S, S) uint8 into float32: divided by 255, minus mean, over std."""
         white, mean, std = _statistics(self.mean, self.std, tiles.device)
         return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
-    def fitted(self, image: Image.Image) -> torch.Tensor:
+    def fitted(self, image: Image.Image) -> Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) uint8.
 
         Raises `refuse_unreadable`'s.
@@ -172,13 +165,13 @@ def _statistics(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return 255, mean and std as tensors.
 
     CUDA multiplies by the reciprocal of a number, which rounds twice.
     """
 
-    def channels(values: tuple[float, ...]) -> torch.Tensor:
+    def channels(values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
     return channels((255.0,)), channels(mean), channels(std)
@@ -190,7 +183,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     The result is RGB.
     """
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -245,9 +238,8 @@ def image_transform(
             f"model.vision.name: {name} resizes by {interpolation!r}; "
             f"needed is one of {names.lower()}"
         )
-    side = tile_size or int(size)
     return ImageTransform(
-        side,
+        tile_size or int(size),
         tuple(mean),
         tuple(std),
         interpolation,

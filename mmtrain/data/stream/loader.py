@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.base.errors import UserError
@@ -162,7 +163,7 @@ class PackedBatches:
         self,
         worker: int,
         workers: int,
-        buffers: Iterable[torch.Tensor | None],
+        buffers: Iterable[Tensor | None],
     ) -> Iterator[PackedBatch]:
         """Yield every `workers`-th micro-batch of this replica, from the `worker`-th on.
 
@@ -189,7 +190,7 @@ class PackedBatches:
         return Pack(tuple(entries), pack.epoch)
 
 
-def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
+def _shared_memory(workers: int, tiles: int, image_size: int) -> Tensor:
     """Return (workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; raises UserError.
 
     torch's queues make a file in /dev/shm of every tensor instead, of which a container has 64 MB
@@ -219,11 +220,11 @@ class _Sent:
     def of(cls, batch: PackedBatch) -> Self:
         fields = {**vars(batch), "tiles": None}
         for name, value in fields.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 fields[name] = value.numpy()
         return cls(fields, 0 if batch.tiles is None else len(batch.tiles))
 
-    def received(self, slot: torch.Tensor) -> PackedBatch:
+    def received(self, slot: Tensor) -> PackedBatch:
         fields = dict(self.fields)
         for name, value in fields.items():
             if isinstance(value, np.ndarray):
@@ -242,7 +243,7 @@ class _Worker(IterableDataset):
     """
 
     batches: PackedBatches
-    slots: torch.Tensor
+    slots: Tensor
 
     def __iter__(self) -> Iterator[_Sent | UserError]:
         worker = get_worker_info()

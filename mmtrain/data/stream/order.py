@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
+from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 
@@ -34,9 +35,9 @@ class SampleSet:
     """One data set as planning sees it."""
 
     weight: float  # how often an epoch draws its samples, > 0
-    shard_sizes: np.ndarray  # (shards,) samples in each shard, held-out ones too
-    lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
-    tiles: np.ndarray  # (samples,) int32 tiles of each sample
+    shard_sizes: ndarray  # (shards,) samples in each shard, held-out ones too
+    lengths: ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
+    tiles: ndarray  # (samples,) int32 tiles of each sample
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class EpochPlan:
     Drawn = planned + overlong + unusable, a sample counted as often as it is drawn.
     """
 
-    samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
-    starts: np.ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
+    samples: ndarray  # (planned,) int64 global sample numbers, in pack order
+    starts: ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
     drawn: int
     overlong: int  # do not fit an empty pack, by tokens or by tiles
     unusable: int
@@ -72,7 +73,7 @@ class PlannedPack:
     samples: tuple[int, ...]
 
 
-def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
+def _set_sequence(one: SampleSet, purpose: str) -> ndarray:
     """Return int64 positions in a set as an epoch draws them, without held-out samples."""
     sizes = one.shard_sizes.astype(np.int64)
     first = np.cumsum(sizes) - sizes
@@ -97,9 +98,9 @@ def _random(purpose: str) -> np.random.RandomState:
 
 
 def pack_best_fit(
-    lengths: np.ndarray,
+    lengths: ndarray,
     capacity: Capacity,
-    tiles: np.ndarray | None = None,
+    tiles: ndarray | None = None,
 ) -> list[list[int]]:
     """Pack by best-fit decreasing: return the documents' positions in each pack.
 
@@ -227,12 +228,11 @@ class PackOrder:
                 packs = [packs[position] for position in draw.permutation(len(packs))]
                 samples.append(window[list(chain.from_iterable(packs))])
                 sizes += map(len, packs)
-        overlong = drawn - unusable - kept
         return EpochPlan(
             np.concatenate(samples),
             np.cumsum(sizes),
             drawn,
-            overlong,
+            drawn - unusable - kept,
             unusable,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmtrain.base.devices import copied
 from mmtrain.base.errors import UserError
@@ -27,6 +28,9 @@ from mmtrain.data.stream.order import Capacity
 from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
+
+# the tiles (n, 3, S, S) of an image file, and whether it is a control; raises BadSample
+Decode = Callable[[bytes, Tiling, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,22 +60,22 @@ class PackedBatch:
     time, row and column.
     """
 
-    input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
-    position_ids: torch.Tensor  # (B, L) int64
-    labels: torch.Tensor  # (B, L) int64
-    tiles: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
+    input_ids: Tensor  # (B, L) int64, IMAGE_POSITION at image positions
+    position_ids: Tensor  # (B, L) int64
+    labels: Tensor  # (B, L) int64
+    tiles: Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
     keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
     # of each image: how many of the tiles are its, and which positions they become
-    tilings: tuple[Tiling, ...] = ()
-    tokens: int = 0  # without padding and gaps
-    epochs: tuple[int, ...] = ()  # (B,) of each pack
-    samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
+    tilings: tuple[Tiling, ...]
+    tokens: int  # without padding and gaps
+    epochs: tuple[int, ...]  # (B,) of each pack
+    samples_of_packs: tuple[int, ...]  # (B,) trained on
     # row and reason of each quarantined sample
     faults: tuple[tuple[int, QuarantinedSample], ...] = ()
-    grid_positions: torch.Tensor | None = None  # (3, B, L) int64
+    grid_positions: Tensor | None = None  # (3, B, L) int64
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Positions for decoder layers: position_ids (B, L), or (4, B, L) with grid positions."""
         if self.grid_positions is None:
             return self.position_ids
@@ -88,7 +92,7 @@ class PackedBatch:
         return tuple((tiling.rows, tiling.columns) for tiling in self.tilings)
 
     @functools.cached_property
-    def image_places(self) -> torch.Tensor:
+    def image_places(self) -> Tensor:
         """Places (P,) int64 of all image positions, over rows laid end to end."""
         return (self.input_ids.flatten() == IMAGE_POSITION).nonzero().squeeze(1)
 
@@ -136,11 +140,11 @@ class Processor:
             )
         return document
 
-    def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
+    def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> Tensor:
         """Return an image file as (tiles, 3, S, S) uint8; raises BadSample."""
         return self.transform.decode(content, tiling, is_control)
 
-    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+    def batch(self, packs: list[Pack], buffer: Tensor | None = None) -> PackedBatch:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         return make_batch(
             packs,
@@ -160,8 +164,8 @@ class Processor:
 def make_batch(
     packs: Sequence[Pack],
     pack_length: int,
-    decode: Callable[[bytes, Tiling, bool], torch.Tensor],
-    buffer: torch.Tensor | None = None,
+    decode: Decode,
+    buffer: Tensor | None = None,
     *,
     has_grid: bool = False,
 ) -> PackedBatch:
@@ -244,8 +248,8 @@ def positions_of(document: Document) -> np.ndarray:
 
 def _decoded_images(
     document: Document,
-    decode: Callable[[bytes, Tiling, bool], torch.Tensor],
-) -> list[torch.Tensor]:
+    decode: Decode,
+) -> list[Tensor]:
     """Return the tiles of each image; raises BadSample for the first that cannot be decoded."""
     tiles = []
     images = zip(document.sample.images, document.tilings, strict=True)

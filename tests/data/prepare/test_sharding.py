@@ -52,8 +52,10 @@ MIXED = [
 
 
 def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_path):
-    for shard in write_shards(MIXED, tmp_path, samples_per_shard=3):
-        tar = tmp_path / shard.file
+    write_shards(MIXED, tmp_path, samples_per_shard=3)
+    tars = sorted(tmp_path.glob("*.tar"))
+    assert len(tars) == 4
+    for tar in tars:
         content, index = tar.read_bytes(), read_index(tar)
         assert (
             index.tar_bytes == len(content) and index.faults == {"llava": {}} and index.texts == {}
@@ -64,7 +66,7 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
             assert [member.crc32 for member in members] == [
                 zlib.crc32(body) for body in found.values()
             ]
-            read = read_sample(key, shard.file, found)
+            read = read_sample(key, tar.name, found)
             assert read.turns == tuple(
                 (turn["from"], turn["value"]) for turn in record["conversations"]
             )

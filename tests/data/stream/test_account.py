@@ -21,7 +21,7 @@ def open_account(tiny, folder, *overrides):
     options = ["data.workers=0", "train.packs_per_step=5", "data.ledger=true", *overrides]
     config = load_config(tiny / "config.yaml", options)
     packed = PackedBatches(config, 0, 1)
-    return packed, SampleLog(packed, None, folder)
+    return packed, SampleLog(packed, None, folder, (), None)
 
 
 def run_steps(account, stream, steps):

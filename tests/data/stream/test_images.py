@@ -19,9 +19,12 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 
 from mmtrain.data.samples.records import IMAGE_FORMATS, BadSample, image_size
 from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, upright
+from mmtrain.layouts.layout import Tiling
 
 SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
 TRANSFORM = ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")
+
+ONE_TILE = Tiling(0, 0, 1)
 
 
 def noise_image(width: int, height: int) -> Image.Image:
@@ -37,9 +40,14 @@ def encode(image: Image.Image, file_format: str, **options) -> bytes:
     return stream.getvalue()
 
 
+def seen(transform: ImageTransform, image: Image.Image) -> torch.Tensor:
+    """An image as the encoder takes it, (3, S, S) float32."""
+    return transform.normalise(transform.fitted(image))
+
+
 def read(transform: ImageTransform, content: bytes) -> torch.Tensor:
     """An image file as the encoder takes it."""
-    (pixels,) = transform.decode(content)
+    (pixels,) = transform.decode(content, ONE_TILE)
     assert pixels.dtype == torch.uint8
     return transform.normalise(pixels[None])[0]
 
@@ -72,7 +80,7 @@ def test_pixels_are_those_of_the_stock_processor(clip_folder, fit):
     for size in SIZES:
         image = noise_image(*size)
         expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
-        torch.testing.assert_close(transform(image), expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(seen(transform, image), expected, rtol=0, atol=2e-6)
 
 
 def test_normalising_divides_subtracts_and_divides_in_float32(clip_folder):
@@ -98,11 +106,14 @@ def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch,
         expected = (np.asarray(whole, np.float32) / 255 - np.float32(transform.mean)) / np.float32(
             transform.std
         )
-        assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (width, height)
+        assert np.array_equal(seen(transform, image).permute(1, 2, 0).numpy(), expected), (
+            width,
+            height,
+        )
         with monkeypatch.context() as patch:
             # rows in bands of 28
             patch.setattr("mmtrain.data.stream.images.BAND_PIXELS", 28 * side)
-            assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (
+            assert np.array_equal(seen(transform, image).permute(1, 2, 0).numpy(), expected), (
                 width,
                 height,
             )
@@ -124,7 +135,7 @@ def test_a_timm_name_gives_timms_own_preprocessing_where_nothing_is_cut_beforeha
     ):
         image = noise_image(*size)
         torch.testing.assert_close(
-            image_transform(name, fit)(image), stock(image), rtol=0, atol=2e-6
+            seen(image_transform(name, fit), image), stock(image), rtol=0, atol=2e-6
         )
 
 
@@ -141,7 +152,7 @@ def test_a_timm_folder_or_name_gives_its_own_size_and_mean(tiny):
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
 def test_every_image_mode_becomes_rgb(mode):
     image = noise_image(20, 30).convert(mode)
-    expected = TRANSFORM(image.convert("RGB"))
+    expected = seen(TRANSFORM, image.convert("RGB"))
     assert expected.shape == (3, 28, 28) and expected.dtype == torch.float32
     assert torch.equal(read(TRANSFORM, encode(image, "TIFF")), expected)
 
@@ -178,7 +189,7 @@ def test_transparent_pixels_are_laid_on_white(kind):
         # a processor would lay it on white again
         assert image.mode == "RGB" and "transparency" not in image.info
         assert np.asarray(image).tolist() == [expected]
-    assert torch.equal(TRANSFORM(opened), TRANSFORM.normalise(TRANSFORM.decode(content))[0])
+    assert torch.equal(seen(TRANSFORM, opened), read(TRANSFORM, content))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
@@ -279,7 +290,7 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_of_no_known_range_are_rejected(mode):
     with pytest.raises(BadSample, match=f"mode {mode}.* no known range") as caught:
-        TRANSFORM.decode(encode(Image.new(mode, (4, 4)), "TIFF"))
+        TRANSFORM.decode(encode(Image.new(mode, (4, 4)), "TIFF"), ONE_TILE)
     assert caught.value.reason == "undecodable_image"
 
 
@@ -292,7 +303,7 @@ def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_
         noise_image(90, 70), file_format, **({} if file_format in ("JPEG", "BMP") else several)
     )
     with Image.open(io.BytesIO(content)) as image:
-        expected = TRANSFORM(image.convert("RGB"))
+        expected = seen(TRANSFORM, image.convert("RGB"))
     assert torch.equal(read(TRANSFORM, content), expected)
 
 
@@ -320,7 +331,7 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
     content = with_size(file_format, side, side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadSample) as caught:
-        transform.decode(content)
+        transform.decode(content, ONE_TILE)
     assert caught.value.reason == "too_many_pixels"
     # KiB; 60,000 squared are 14 GB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
@@ -329,17 +340,17 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
 def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
     small = replace(TRANSFORM, max_pixels=2 * 90_000)
     noise = noise_image(300, 300)
-    assert read(small, encode(noise, "WEBP")).shape == TRANSFORM(noise).shape
+    assert read(small, encode(noise, "WEBP")).shape == seen(TRANSFORM, noise).shape
     with pytest.raises(BadSample, match=r"300 x 301 pixels of WebP; at most 90,000 are allowed"):
         small.decode(encode(noise_image(300, 301), "WEBP"))
-    assert read(small, encode(noise_image(300, 301), "PNG")).shape == TRANSFORM(noise).shape
+    assert read(small, encode(noise_image(300, 301), "PNG")).shape == seen(TRANSFORM, noise).shape
 
 
 @pytest.mark.parametrize("size", [(1, 31_000), (31_000, 1)])
 @pytest.mark.parametrize("fit", ["pad", "resize", "center_crop"])
 def test_a_thread_of_pixels_is_rejected_before_it_is_made_a_square(fit, size):
     with pytest.raises(BadSample, match="too long and thin") as caught:
-        replace(TRANSFORM, fit=fit).decode(encode(Image.new("L", size), "PNG"))
+        replace(TRANSFORM, fit=fit).decode(encode(Image.new("L", size), "PNG"), ONE_TILE)
     assert caught.value.reason == "too_many_pixels"
 
 
@@ -347,14 +358,14 @@ def test_a_thread_of_pixels_is_rejected_before_it_is_made_a_square(fit, size):
 def test_a_thread_that_center_crop_would_stretch_to_a_long_side_is_rejected(size):
     image = noise_image(*size)
     with pytest.raises(BadSample, match="too long and thin"):
-        replace(TRANSFORM, fit="center_crop")(image)
-    assert TRANSFORM(image).shape == (3, 28, 28)
+        replace(TRANSFORM, fit="center_crop").fitted(image)
+    assert seen(TRANSFORM, image).shape == (3, 28, 28)
 
 
 def test_padding_takes_no_square_of_the_longer_side():
     image = noise_image(2, 12_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pixels = TRANSFORM(image)
+    pixels = seen(TRANSFORM, image)
     # KiB; the square has 576 MB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     assert (pixels[:, :, 0] == pixels[:, 0, 0, None]).all() and pixels.shape == (3, 28, 28)
@@ -383,7 +394,7 @@ def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
     outcomes = set()
     for _ in range(700):
         try:
-            pixels = transform.decode(damaged(draw.choice(contents), draw))
+            pixels = transform.decode(damaged(draw.choice(contents), draw), ONE_TILE)
         except BadSample as error:
             outcomes.add(error.reason)
         else:

@@ -27,7 +27,7 @@ def document(key: str, length: int, images: tuple[bytes, ...] = ()) -> Document:
     """`length` tokens 100, 101, ..., behind one position for each image."""
     ids = (*[IMAGE_POSITION] * len(images), *range(100, 100 + length - len(images)))
     labels = [X if token == IMAGE_POSITION else token for token in ids]
-    tilings = (Tiling.uncut(1),) * len(images)
+    tilings = (Tiling(0, 0, 1),) * len(images)
     return Document(Sample(key, "s.tar", (), images, offset=512), ids, (*labels[1:], X), tilings)
 
 
