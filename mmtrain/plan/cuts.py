@@ -84,9 +84,9 @@ def even_cut(
     layers = costs.count
     least = costs.costs.first_layers
     # before each stage: end -> (seconds, begin of the last)
-    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    rows = [{0: (0.0, 0)}]
     for stage in range(stages):
-        row: dict[int, tuple[float, int]] = {}
+        row = {}
         ends = range(stage + least, layers - stages + stage + 2)
         if stage == stages - 1:
             ends = range(layers, layers + 1)
@@ -237,7 +237,7 @@ class Cuts:
         if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
             seeds.append(uniform_cut(decoder, stages))
 
-        scored: list[tuple[_Score, Cut]] = []
+        scored = []
         for seed in dict.fromkeys(seeds):
             score = self._score(seed, share, must=not scored)
             if score is not None:

@@ -225,10 +225,10 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     images (a data set may list its pictures twice). Texts and labels stay: an image is stretched to
     the size of the one that it replaces.
     """
-    images: list[tuple[bytes, ...]] = []
+    images = []
     for pack in packs:
         images += [document.sample.images for document in pack.entries]
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
     others = list(images)
