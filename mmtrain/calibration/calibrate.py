@@ -130,7 +130,7 @@ class Calibrator:
         for stage in self._stages.values():
             stage.forward()
             stage.backward()
-        self._messages: MessageCosts | None = None
+        self._messages = None
         if plan.pipeline > 1:
             channels = Channels(plan, dist.get_rank(), device, timeout)
             integers = torch.zeros((2, *alone.input.shape[:2]), dtype=torch.int64)
@@ -145,7 +145,7 @@ class Calibrator:
                 device,
                 self._compute,
             )
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.seconds = defaultdict(list)
         """Seconds in every round, by what was measured."""
 
     def _build(self, build: Callable[[StagePlan], Stage]) -> dict[str, SingleStage]:

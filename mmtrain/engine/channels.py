@@ -73,10 +73,9 @@ class Channels:
         timeout_seconds: int,
     ) -> None:
         self._sends: Sends = []
-        # by what posted the receive
-        self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
+        self._awaited = {}  # works and tensors, by what posted the receive
         # by source, destination (pipeline ranks) and kind
-        self._channels: dict[tuple[int, int, str], _Channel] = {}
+        self._channels = {}
         self._ranks = plan.pipeline
         self._chain = ranks_of(plan.chain)
 

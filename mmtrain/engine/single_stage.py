@@ -3,7 +3,6 @@ time it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ class SingleStage:
             dtype=module.dtype,
             device=device,
         )
-        self.upstream: Tensor | None = None
+        self.upstream = None
         if not module.language.has_head:
             self.upstream = torch.randn(
                 shape,
@@ -146,7 +145,7 @@ class SingleStage:
                 device=device,
             )
 
-        self._taken: PackedBatch | Tensor | None = None
+        self._taken = None
         if module.projector is not None:
             self._taken = batch
         elif vision is not None and batch.tiles is not None:
@@ -155,7 +154,7 @@ class SingleStage:
         # made by another rank's slice
         if self.features is not None and not vision.is_last:
             self.features = made_up(vision.feature_shape)
-        self._kept: Any = None
+        self._kept = None
 
     def prepare(self, *, recomputes: bool = False) -> None:
         """Let all decoder layers recompute their activations or none, and encode again where the

@@ -98,14 +98,14 @@ class Program:
     def __init__(self, schedule: Schedule) -> None:
         """Raises ValueError where no rank can go on."""
         self.ranks = len(schedule)
-        self.steps: list[tuple[int, int, int, int, int, Step]] = []
+        self.steps = []
         """What works or carries a message: what it is, rank, its kind, its message and channel (-1:
-        none).
+        none), and the step.
         """
-        self.kinds: list[_Kind] = []
-        self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
-        self.channels: dict[tuple[int, int, str], int] = {}
-        self.messages: dict[Message, int] = {}
+        self.kinds = []
+        self.counts = Counter()  # by rank and kind
+        self.channels = {}  # numbers of them
+        self.messages = {}  # likewise
         posted = set()  # by one side
         kinds = {}
         spared = [*map(_spared, schedule)]
