@@ -1,31 +1,14 @@
 """Shares of a run's time that each rank waited, and of the machine's arithmetic that it used."""
 
-from __future__ import annotations
-
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.engine.statistics import StepResult
 from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import Device, find_calibration
 from mmtrain.plan.costs import Workload, minimal_flops
 
-if TYPE_CHECKING:
-    from mmtrain.engine.statistics import StepResult
-
-# Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
-MEASURED = (
-    "seconds",
-    "tokens_per_second",
-    "idle_fraction",
-    "compute_seconds",
-    "communication_seconds",
-    "data_seconds",
-    "fetching_seconds",
-    "peak_memory_bytes",
-    "model_flops_utilization",
-    "time",
-)
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
