@@ -146,13 +146,6 @@ class FrozenPipelineEngine:
             self._streamed.before_wait = self.clock.done
             self._streamed.after_wait = self.clock.fetched
 
-    @property
-    def learns(self) -> bool:
-        """Whether anything in the run trains with a learning rate above 0."""
-        names = itertools.chain.from_iterable(rank.trainable_names for rank in self.plan.ranks)
-        groups = parameter_groups(self._config.optimizer, names)
-        return any(group.parameters for group in groups if group.lr > 0)
-
     def _held_bytes(self) -> int:
         """Return the bytes of this rank's weights and optimizer, each tensor counted once."""
         tensors = [*self.trainable.values(), *self.weights.optimizer_state().values()]

@@ -372,7 +372,7 @@ class _Run:
         records = gather_to_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
-            result = write_audit(file, self.plan, records, learns=self.engine.learns)
+            result = write_audit(file, self.plan, records, learns=self.plan.learns)
             self.console.line(f"audit passed: {result} ({file})")
 
     def leave(self, message: str | None = None) -> str | None:
