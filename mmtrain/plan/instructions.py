@@ -185,10 +185,9 @@ _USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 
 def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
     if x.op is Op.SEND_FEATURES:
-        consumer = _after(chain, x.stage)
-        return Message(x.stage, consumer, "features", consumer, x.microbatch)
+        return _features(x.stage, _after(chain, x.stage), x.microbatch)
     if x.op is Op.RECEIVE_FEATURES:
-        return Message(_after(chain, x.stage, -1), x.stage, "features", x.stage, x.microbatch)
+        return _features(_after(chain, x.stage, -1), x.stage, x.microbatch)
     source, consumer = _STAGES[x.op]
     return between(x.stage + source, x.stage + consumer, x.microbatch, ranks)
 

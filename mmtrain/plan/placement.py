@@ -211,7 +211,7 @@ def _fill(
     Encodes that find no gap come at the step's end. Returns the encodes of each slice and a lower
     bound of the step's seconds.
     """
-    slices = [None] * len(seconds.encode)
+    slices = {}
     if len(chain) == 1:  # no messages
         seconds = replace(seconds, features=MessageCost())
     for rank in chain:
@@ -225,7 +225,7 @@ def _fill(
 
     def fill(step: Step, now: float, ready: float) -> float:
         rank, x, _ = step
-        here = slices[rank]
+        here = slices.get(rank)
         spent = 0.0
         if here is not None:
             spent = here.fill(gap, now, ready)
@@ -243,7 +243,7 @@ def _fill(
         done = begin + (others.forward if x.op is Op.FORWARD else others.backward)[x.stage]
         least = max(least, done + slices[rank].encode(slices[rank].left, done) + seconds.end)
 
-    placed = [None] * len(slices)
+    placed = [None] * len(seconds.encode)
     needed = forwards
     ahead = 0
     for rank in reversed(chain):

@@ -69,7 +69,6 @@ def training_schedule(
     section 2.2).
     """
     stages = pipeline * stages_per_rank
-    assert microbatches >= 1 and 0 <= first_trainable_stage < stages
     orders = _training_orders(pipeline, microbatches, first_trainable_stage, stages_per_rank)
     encodes = encodes or leading_encodes(orders, (0,), 1)
     orders = _with_encodes(orders, microbatches, encodes)
@@ -89,7 +88,6 @@ def forward_schedule(
     Each slice, on the pipeline ranks `chain`, begins with `lead` micro-batches, then encodes one
     before each forward.
     """
-    assert pipeline >= 1 and microbatches >= 1
     stages = pipeline * stages_per_rank
     orders = _all_in_groups(pipeline, stages, microbatches, Op.FORWARD)
     encodes = leading_encodes(orders, chain, min(lead, microbatches))
@@ -233,8 +231,7 @@ class _Recorded:
         reached.
         """
         ready = filter(self._ready, self.forwards)
-        stage = max((computes[0].stage for computes in ready), default=None)
-        assert stage is not None, "the recorded run cannot go on"
+        stage = max(computes[0].stage for computes in ready)
         self.limit[stage % len(self.limit)] += 1
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
@@ -42,6 +42,8 @@ to 2.5 GiB.
 """
 
 LayerRange = tuple[int, int]  # layers [begin, end)
+PerRank = Literal["auto"] | tuple[int, ...]
+"""Numbers of layers, one for each pipeline rank; "auto": the planner chooses them."""
 
 
 def limit_on_gpu(memory_bytes: int) -> int:
@@ -60,8 +62,7 @@ def limit_on_gpu(memory_bytes: int) -> int:
 class Streaming:
     """The frozen decoder layers that may be streamed, and their source."""
 
-    # number of layers of each pipeline rank; empty: none
-    layers: Literal["auto"] | tuple[int, ...] = ()
+    layers: PerRank = ()  # empty: none
     # the latter: in fewer bits, on the device
     source: Literal["host", "peers"] | Quantisation = "host"
     weight_shards: int = 1  # ranks that each keep a part
@@ -138,9 +139,9 @@ class Setting:
     pipeline: int
     microbatches_per_step: int
     memory_bytes: int | None  # a rank's limit
-    recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
+    recompute_layers: PerRank
     polls_sends: bool = True  # see `simulate.instants`
-    streaming: Streaming = field(default_factory=Streaming)
+    streaming: Streaming = Streaming()
 
 
 class StageCost(NamedTuple):
@@ -174,8 +175,8 @@ class RankCost:
     activation_bytes: int
     working_bytes: int
     # of each stage, layers counted from its first; empty: none
-    streamed: tuple[tuple[int, ...], ...] = ()
-    host_bytes: int = 0
+    streamed: tuple[tuple[int, ...], ...]
+    host_bytes: int
 
     @property
     def streamed_count(self) -> int:
@@ -546,9 +547,7 @@ def streaming_of(parallel: ParallelSection, quantisation: Quantisation | None) -
     return Streaming(layers, parallel.stream_from, shards, host_bytes)
 
 
-def _of_ranks(
-    layers: Literal["auto"] | int | tuple[int, ...], pipeline: int
-) -> Literal["auto"] | tuple[int, ...]:
+def _of_ranks(layers: int | PerRank, pipeline: int) -> PerRank:
     return (layers,) * pipeline if isinstance(layers, int) else layers
 
 
