@@ -68,7 +68,7 @@ class RankAudit:
             for name, parameter in stage.global_parameters():
                 tensors = self.stored if parameter.requires_grad else self.frozen
                 tensors[name] = parameter
-        self._check_plan(stages, optimizer)
+        self._check_plan(stages)
 
         self._buffers = {}
         for number, stage in stages.items():
@@ -118,11 +118,7 @@ class RankAudit:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_plan(
-        self,
-        stages: Mapping[int, Stage],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def _check_plan(self, stages: Mapping[int, Stage]) -> None:
         named = set(map(id, self.stored.values()))
         for stage in stages.values():
             for parameter in stage.parameters():
@@ -141,7 +137,7 @@ class RankAudit:
                 f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}"
             )
         optimized = set()
-        for group in optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             optimized.update(map(id, group["params"]))
         is_complete = optimized == set(map(id, self.masters.values()))
         if self.masters.keys() != self.stored.keys() or not is_complete:

@@ -129,11 +129,7 @@ class SingleStage:
         )
         self.upstream = None
         if not module.language.has_head:
-            self.upstream = torch.randn(
-                shape,
-                dtype=module.dtype,
-                device=device,
-            )
+            self.upstream = torch.randn_like(self.input)
 
         vision = module.vision
 
