@@ -13,6 +13,8 @@ import torch
 from mmtrain.engine.single_stage import SingleStage
 
 ENCODE = "encoder"
+# by stage: "kept" until its backward, working in "forward" and "backward"
+Bytes = dict[str, dict[str, int]]
 
 
 class Usage(NamedTuple):
@@ -41,10 +43,7 @@ def recomputing(name: str) -> str:
     return f"{name}, recomputing"
 
 
-def bytes_of_stages(
-    stages: Mapping[str, SingleStage], device: torch.device
-) -> dict[str, dict[str, int]]:
-    """Return bytes by stage: kept until its backward, working in forward and in backward."""
+def bytes_of_stages(stages: Mapping[str, SingleStage], device: torch.device) -> Bytes:
     sizes = _bytes_of_front(stages["front"], device)
     for name, stage in stages.items():
         if name == "front":
@@ -81,7 +80,7 @@ def bytes_of_slices(
     }
 
 
-def _bytes_of_front(stage: SingleStage, device: torch.device) -> dict[str, dict[str, int]]:
+def _bytes_of_front(stage: SingleStage, device: torch.device) -> Bytes:
     """Return bytes of the encoder, which works in what it makes, and of the front, which may keep
     features.
     """

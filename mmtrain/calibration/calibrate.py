@@ -29,6 +29,7 @@ from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import (
     ENCODE,
+    Bytes,
     bytes_of_slices,
     bytes_of_stages,
     recomputing,
@@ -73,8 +74,6 @@ WINDOW = "layers in a row"
 
 # by stage and direction, as in "head forward"; of ENCODE; of messages
 Seconds = Mapping[str, float]
-# by stage: "kept" until its backward, working in "forward" and "backward"
-Bytes = Mapping[str, Mapping[str, int]]
 
 
 class Calibrator:
@@ -248,7 +247,7 @@ class Calibrator:
         self._weights.write_back()
         self._weights.zero_grad()
 
-    def _bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    def _bytes(self) -> tuple[Bytes, dict[str, int]]:
         """Return bytes by stage, and those of the encoder's slices; nothing on a CPU."""
         if self._device.type == "cpu":
             return {}, {}
@@ -512,7 +511,7 @@ def calibrate(
     file: Path,
     rank: Rank,
     *,
-    can_cut: bool = True,
+    can_cut: bool,
 ) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 

@@ -146,7 +146,7 @@ class RankAudit:
             )
 
     def _refuse_non_finite(self, name: str, tensor: Tensor) -> None:
-        if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
+        if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
             source = "the model's folder"
             if name.startswith("projector."):
                 source = "model.projector.init_from"
@@ -206,7 +206,7 @@ class RankAudit:
             moved = name in changed
             if had_gradient and not moved and not self._is_swallowed(master):
                 failures.append(f"trainable tensor {name} had a gradient but did not move")
-            if not bool(master.isfinite().all()):
+            if not master.isfinite().all():
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than those trained")

@@ -44,7 +44,7 @@ def report_bad_step(
     words, where `file` cannot be written.
     """
     # what this rank knows, then what all know
-    bad_names = [name for name, p in trainable.items() if not bool(p.grad.isfinite().all())]
+    bad_names = [name for name, p in trainable.items() if not p.grad.isfinite().all()]
     is_bad = bool(bad_names)
     numbers = {}
     for slot, (loss, supervised) in losses.items():

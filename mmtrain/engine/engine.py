@@ -91,10 +91,6 @@ class FrozenPipelineEngine:
         """Trainable parameters that had a non-zero gradient in an applied step: these must have
         moved.
         """
-        self.predicted = {}
-        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
-        latest `evaluate`.
-        """
 
         self._bad_steps_file = bad_steps_file
         self._wants_stop = False
@@ -224,6 +220,9 @@ class FrozenPipelineEngine:
         self._losses = {}
         self._keys = {}
         self.predicted = {}
+        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
+        latest `evaluate`.
+        """
         self.clock.begin()
 
     def _run_schedule(

@@ -135,11 +135,10 @@ class HeldOut:
         return None
 
     def _fits(self, document: Document) -> bool:
-        tokens = self.capacity.tokens
         tiles = self.capacity.tiles
         if tiles is not None and _tiles(document) > tiles:
             return False
-        return len(document.input_ids) <= tokens
+        return len(document.input_ids) <= self.capacity.tokens
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.answers import Answer
 from mmtrain.training.console import Console
-from mmtrain.training.trackers import Trackers
+from mmtrain.training.trackers import Record, Trackers
 
 PICTURES = "answers"  # a folder of the run
 PICTURED_QUESTIONS = 24
@@ -53,7 +53,7 @@ class Records:
     def __init__(
         self,
         folder: Path | None,
-        also: Callable[[Mapping[str, Any]], None],
+        also: Callable[[Record], None],
         max_image_pixels: int,
         *,
         asks: bool,
