@@ -70,8 +70,7 @@ def bytes_of_slices(
     vision = front.module.vision
     stem = vision.slice_of(0, 0)
     later = vision.slice_of(max(0, blocks - 2), blocks)
-    shape = (len(tiles), *later.hidden_shape)
-    hidden = torch.zeros(shape, dtype=later.dtype, device=device)
+    hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=device)
     of_stem = functools.partial(stem.in_groups, tiles, front.module.normalised, grids)
     of_later = functools.partial(later.in_groups, hidden, grids=grids)
     return {

@@ -248,8 +248,7 @@ class ChainLink:
             messages.append(torch.tensor(grids))
         for other in self._others:
             for message in messages:
-                sending = dist.isend(message, other, group=self._group)
-                self._sent.append((sending, message))
+                self._sent.append((dist.isend(message, other, group=self._group), message))
 
     def encode(self, x: Instruction) -> None:
         microbatch = x.microbatch

@@ -213,7 +213,7 @@ def warm_up(
     """
     batch = to_device(host, device)
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus, device_type="cuda"):
+    with torch.random.fork_rng(gpus):
         for number, module in stages.items():
             alone = SingleStage(
                 module,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simulate
-from mmtrain.plan.stage_costs import LayerRange, RankCost, StageCosts
+from mmtrain.plan.stage_costs import Ranges, RankCost, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
 """In all moves of one search: a fraction of a second. The largest layouts then end at a cut that
@@ -48,7 +48,7 @@ def boundaries_of(cut: Cut) -> tuple[int, ...]:
     return tuple(border - 1 for border in cut[1:-1])
 
 
-def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
+def ranges_of(cut: Cut, rank: int, pipeline: int) -> Ranges:
     return tuple(itertools.pairwise(cut))[rank::pipeline]
 
 

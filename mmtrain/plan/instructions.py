@@ -66,6 +66,8 @@ class Instruction:
 
 
 Schedule = tuple[tuple[Instruction, ...], ...]
+Orders = Sequence[Sequence[Instruction]]
+"""Instructions of each pipeline rank, perhaps of some kinds only."""
 
 
 class Message(NamedTuple):
@@ -100,7 +102,7 @@ class Step(NamedTuple):
 # ---- which messages there are
 
 
-def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
+def chain_of(schedule: Orders) -> tuple[int, ...]:
     """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is
     one.
     """

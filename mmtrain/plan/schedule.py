@@ -31,6 +31,7 @@ from mmtrain.plan.instructions import (
     TRAINING_END,
     Instruction,
     Op,
+    Orders,
     Schedule,
     needed_before,
     sent_after,
@@ -39,7 +40,7 @@ from mmtrain.plan.instructions import (
 MESSAGES_POSTED_AHEAD = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Encodes:
     """The times at which a rank runs its slice: `before[i]` micro-batches right before its i-th
     compute, `before[-1]` at the end.
@@ -139,7 +140,7 @@ def _training_orders(
     microbatches: int,
     first: int,
     stages_per_rank: int,
-) -> list[list[Instruction]]:
+) -> Orders:
     """Record a run in which every compute takes one tick and every rank does the first of its rules
     that it can.
 
@@ -230,16 +231,15 @@ class _Recorded:
         """Let the deepest forward go on: a last group smaller than `pipeline` can leave all limits
         reached.
         """
-        ready = filter(self._ready, self.forwards)
-        stage = max(computes[0].stage for computes in ready)
+        stage = max(computes[0].stage for computes in filter(self._ready, self.forwards))
         self.limit[stage % len(self.limit)] += 1
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]],
+    orders: Orders,
     microbatches: int,
     chain: Chain,
-) -> list[Sequence[Instruction]]:
+) -> Orders:
     merged = [*orders]
     for rank in ranks_of(chain):
         encodes = chain[rank]
@@ -258,7 +258,7 @@ def _with_encodes(
 
 
 def leading_encodes(
-    schedule: Sequence[Sequence[Instruction]],
+    schedule: Orders,
     chain: Sequence[int],
     lead: int,
     ahead: int = 0,
@@ -282,7 +282,7 @@ def leading_encodes(
 
 
 def _with_messages(
-    orders: Sequence[Sequence[Instruction]],
+    orders: Orders,
     stages: int,
     first_trainable_stage: int,
     chain: Sequence[int],

@@ -46,7 +46,7 @@ fits in memory, all follow in which nothing waits from one step to the next: tig
 1.6 times as long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineLayout:
     """A cut and where the encoder runs, with all that follows from them."""
 
@@ -514,7 +514,7 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
             return 0.0
         moments = [Instant(op, 0, (kept,), 0) for op in (Op.FORWARD, Op.BACKWARD)]
         blocks = 0 if costs.encodes_anywhere else None
-        cost = costs.fitted(rank, [(begin, end)], moments, blocks)
+        cost = costs.fitted(rank, ((begin, end),), moments, blocks)
         return cost.seconds if costs.fits(cost) else math.inf
 
     if pipeline == 1:

@@ -40,14 +40,14 @@ from mmtrain.plan.instructions import (
 # ---- seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MessageCost:
     send: float = 0.0  # of the sender, while it posts a message
     receive: float = 0.0  # of the receiver, when it takes one
     transfer: float = 0.0  # from the moment both sides have posted a message to its arrival
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageSeconds:
     """Seconds of a step's instructions; per micro-batch where a stage is meant."""
 
@@ -71,7 +71,7 @@ class TimeSpan(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
     seconds: float
     # share of the step in which each pipeline rank waits for a message or the other ranks
@@ -246,7 +246,7 @@ def _work(kind: _Kind, seconds: StageSeconds) -> float:
 # ---- memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Buffers:
     """Bytes of what waits between instructions, of one micro-batch."""
 

@@ -42,6 +42,7 @@ to 2.5 GiB.
 """
 
 LayerRange = tuple[int, int]  # layers [begin, end)
+Ranges = tuple[LayerRange, ...]  # of the stages of a rank
 PerRank = Literal["auto"] | tuple[int, ...]
 """Numbers of layers, one for each pipeline rank; "auto": the planner chooses them."""
 
@@ -258,7 +259,7 @@ class StageCosts:
             and self.setting.pipeline > 1
         )
 
-    def _find_held(self, ranges: tuple[LayerRange, ...]) -> tuple[int, int, int]:
+    def _find_held(self, ranges: Ranges) -> tuple[int, int, int]:
         """Bytes of weights and of optimizer state, and trained elements, of a rank's layers."""
         weights = state = trainable = 0
         for begin, end in ranges:
@@ -270,11 +271,11 @@ class StageCosts:
             weights -= self.costs.shared_ends_bytes
         return weights, state, trainable
 
-    def _find_streamed(self, ranges: tuple[LayerRange, ...], count: int) -> Streamed:
+    def _find_streamed(self, ranges: Ranges, count: int) -> Streamed:
         stages = [self.layers[begin:end] for begin, end in ranges]
         return streamed_layers(self.setting.streaming, stages, count)
 
-    def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
+    def _find_most_streamed(self, ranges: Ranges) -> int:
         on_host = self.setting.streaming.host_bytes
         most = sum(map(len, self._streamed(ranges, self.count).entries))
         while on_host is not None and most and self._streamed(ranges, most).host_bytes > on_host:
@@ -370,7 +371,7 @@ class StageCosts:
     def fitted(
         self,
         rank: int,
-        ranges: Sequence[LayerRange],
+        ranges: Ranges,
         moments: Sequence[Instant],
         blocks: int | None = None,
     ) -> RankCost:
@@ -399,7 +400,7 @@ class StageCosts:
 
         streamed = 0
         if stream == "auto":
-            streamed = self._most_streamed(tuple(ranges))
+            streamed = self._most_streamed(ranges)
             fastest = self._fastest(cost, counts, streamed)
             if fastest is not None:
                 return fastest
@@ -443,7 +444,7 @@ class StageCosts:
 
     def rank_cost(
         self,
-        ranges: Sequence[LayerRange],
+        ranges: Ranges,
         recompute: Sequence[int],
         moments: Sequence[Instant],
         blocks: int | None = None,
@@ -452,7 +453,6 @@ class StageCosts:
         """Cost of a rank where the first `recompute[s]` layers of stage s recompute, and `streamed`
         are streamed.
         """
-        ranges = tuple(ranges)
         is_first = ranges[0][0] == 0
         if blocks is None:
             blocks = self.costs.encoder.blocks if is_first else 0
