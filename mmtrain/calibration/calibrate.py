@@ -164,8 +164,12 @@ class Calibrator:
         batch = to_device(self._host_batch, self._device)
         stages = {}
         for name, (kind, stage) in parts.items():
-            needs = {"input_gradient": kind.input_gradient, "backward": kind.runs_backward}
-            stages[name] = SingleStage(build(stage), batch, **needs)
+            stages[name] = SingleStage(
+                build(stage),
+                batch,
+                input_gradient=kind.input_gradient,
+                backward=kind.runs_backward,
+            )
         return stages
 
     def warm_up(self, seconds: float) -> int:
@@ -353,8 +357,12 @@ def solve_layers(
         recomputing_seconds = backward[name]
         if kind.layer is not None and kind.runs_backward:
             recomputing_seconds += second_forward * forward[name]
-        times = (forward[name], backward[name], recomputing_seconds)
-        layers[name] = LayerMeasures(*times, **_bytes_of_layer(sizes, kind, window))
+        layers[name] = LayerMeasures(
+            forward[name],
+            backward[name],
+            recomputing_seconds,
+            **_bytes_of_layer(sizes, kind, window),
+        )
     calls = [forward_call]
     if any(kind.runs_backward for kind in kinds.values()):
         calls.append(backward_call)

@@ -66,14 +66,15 @@ def report_bad_step(
 
     microbatches = []
     for slot, (loss, supervised) in sorted(all_losses.items()):
-        microbatch = {
-            "replica": slot[0],
-            "microbatch": slot[1],
-            "loss": loss / supervised if supervised else None,
-            "supervised_tokens": supervised,
-            "keys": list(all_keys[slot]),
-        }
-        microbatches.append(microbatch)
+        microbatches.append(
+            {
+                "replica": slot[0],
+                "microbatch": slot[1],
+                "loss": loss / supervised if supervised else None,
+                "supervised_tokens": supervised,
+                "keys": list(all_keys[slot]),
+            }
+        )
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,

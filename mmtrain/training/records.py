@@ -164,16 +164,13 @@ class Recorder:
         folder = rank.folder if writes else None
         pixels = config.data.max_image_pixels
         self.records = Records(folder, self._trackers.take, pixels, asks=asks)
-        about = {
-            "versions": versions,
-            "device": device.name,
-            "ranks": rank.world_size,
-        }
         self.records.write(
             "begin",
             step=first_step,
             backend=backend_name(engine.device),
-            **about,
+            versions=versions,
+            device=device.name,
+            ranks=rank.world_size,
         )
 
         self.account = None
