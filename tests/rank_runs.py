@@ -81,7 +81,10 @@ def _be_rank(
 
 def _prefetching(plan: Plan, prefetched: int) -> Plan:
     """The plan with `prefetched` micro-batches encoded by each slice when a step begins."""
-    slices = plan.encoder_slices or (1, *[0] * (plan.pipeline - 1))
+    held = (rank.stages[0].encoder or (0, 0) for rank in plan.ranks if rank.data == 0)
+    slices = tuple(last - first for first, last in held)
+    if not any(slices):  # the encoder is whole on rank 0
+        slices = (1, *[0] * (plan.pipeline - 1))
     lead = 1 if sum(map(bool, slices)) == 1 and slices[0] else plan.microbatches_per_step
     return with_slices(plan, slices, (prefetched,) * plan.pipeline, lead)
 

@@ -54,7 +54,7 @@ data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.catalog
 inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
-engine.utilization  engine.trace  training.console
+engine.trace  training.console
 model.weights.projector_files  model.probe
 """
 IMPORT_TORCH = {

@@ -13,6 +13,8 @@ import torch
 from mmtrain.engine.single_stage import SingleStage
 
 ENCODE = "encoder"
+# by stage: "kept" until its backward, working in "forward" and "backward"
+Bytes = dict[str, dict[str, int]]
 
 
 class Usage(NamedTuple):
@@ -41,10 +43,7 @@ def recomputing(name: str) -> str:
     return f"{name}, recomputing"
 
 
-def bytes_of_stages(
-    stages: Mapping[str, SingleStage], device: torch.device
-) -> dict[str, dict[str, int]]:
-    """Return bytes by stage: kept until its backward, working in forward and in backward."""
+def bytes_of_stages(stages: Mapping[str, SingleStage], device: torch.device) -> Bytes:
     sizes = _bytes_of_front(stages["front"], device)
     for name, stage in stages.items():
         if name == "front":
@@ -71,8 +70,7 @@ def bytes_of_slices(
     vision = front.module.vision
     stem = vision.slice_of(0, 0)
     later = vision.slice_of(max(0, blocks - 2), blocks)
-    shape = (len(tiles), *later.hidden_shape)
-    hidden = torch.zeros(shape, dtype=later.dtype, device=device)
+    hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=device)
     of_stem = functools.partial(stem.in_groups, tiles, front.module.normalised, grids)
     of_later = functools.partial(later.in_groups, hidden, grids=grids)
     return {
@@ -81,7 +79,7 @@ def bytes_of_slices(
     }
 
 
-def _bytes_of_front(stage: SingleStage, device: torch.device) -> dict[str, dict[str, int]]:
+def _bytes_of_front(stage: SingleStage, device: torch.device) -> Bytes:
     """Return bytes of the encoder, which works in what it makes, and of the front, which may keep
     features.
     """

@@ -29,6 +29,7 @@ from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import (
     ENCODE,
+    Bytes,
     bytes_of_slices,
     bytes_of_stages,
     recomputing,
@@ -73,8 +74,6 @@ WINDOW = "layers in a row"
 
 # by stage and direction, as in "head forward"; of ENCODE; of messages
 Seconds = Mapping[str, float]
-# by stage: "kept" until its backward, working in "forward" and "backward"
-Bytes = Mapping[str, Mapping[str, int]]
 
 
 class Calibrator:
@@ -130,7 +129,7 @@ class Calibrator:
         for stage in self._stages.values():
             stage.forward()
             stage.backward()
-        self._messages: MessageCosts | None = None
+        self._messages = None
         if plan.pipeline > 1:
             channels = Channels(plan, dist.get_rank(), device, timeout)
             integers = torch.zeros((2, *alone.input.shape[:2]), dtype=torch.int64)
@@ -145,7 +144,7 @@ class Calibrator:
                 device,
                 self._compute,
             )
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.seconds = defaultdict(list)
         """Seconds in every round, by what was measured."""
 
     def _build(self, build: Callable[[StagePlan], Stage]) -> dict[str, SingleStage]:
@@ -165,8 +164,12 @@ class Calibrator:
         batch = to_device(self._host_batch, self._device)
         stages = {}
         for name, (kind, stage) in parts.items():
-            needs = {"input_gradient": kind.input_gradient, "backward": kind.runs_backward}
-            stages[name] = SingleStage(build(stage), batch, **needs)
+            stages[name] = SingleStage(
+                build(stage),
+                batch,
+                input_gradient=kind.input_gradient,
+                backward=kind.runs_backward,
+            )
         return stages
 
     def warm_up(self, seconds: float) -> int:
@@ -248,7 +251,7 @@ class Calibrator:
         self._weights.write_back()
         self._weights.zero_grad()
 
-    def _bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    def _bytes(self) -> tuple[Bytes, dict[str, int]]:
         """Return bytes by stage, and those of the encoder's slices; nothing on a CPU."""
         if self._device.type == "cpu":
             return {}, {}
@@ -354,8 +357,12 @@ def solve_layers(
         recomputing_seconds = backward[name]
         if kind.layer is not None and kind.runs_backward:
             recomputing_seconds += second_forward * forward[name]
-        times = (forward[name], backward[name], recomputing_seconds)
-        layers[name] = LayerMeasures(*times, **_bytes_of_layer(sizes, kind, window))
+        layers[name] = LayerMeasures(
+            forward[name],
+            backward[name],
+            recomputing_seconds,
+            **_bytes_of_layer(sizes, kind, window),
+        )
     calls = [forward_call]
     if any(kind.runs_backward for kind in kinds.values()):
         calls.append(backward_call)
@@ -466,7 +473,7 @@ def table(calibration: Calibration) -> list[str]:
 
     A row has the seconds and bytes that one more layer of its kind adds.
     """
-    columns: tuple[str, ...] = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
+    columns = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
     layers = []
     for name, layer in calibration.layers.items():
         times = (layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds)
@@ -512,7 +519,7 @@ def calibrate(
     file: Path,
     rank: Rank,
     *,
-    can_cut: bool = True,
+    can_cut: bool,
 ) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 

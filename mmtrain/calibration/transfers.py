@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.base.collectives import all_gather_object
 from mmtrain.config.model import LlmSection
@@ -47,7 +48,7 @@ class MessageCosts:
         self,
         plan: Plan,
         channels: Channels,
-        messages: Mapping[str, Sequence[torch.Tensor]],
+        messages: Mapping[str, Sequence[Tensor]],
         device: torch.device,
         compute: Callable[[], None],
     ) -> None:
@@ -79,7 +80,7 @@ class MessageCosts:
                 seconds[f"{ECHO} {kind}"] = self._echo(message)
         return seconds
 
-    def _stretch(self, message: Sequence[torch.Tensor] | None) -> float:
+    def _stretch(self, message: Sequence[Tensor] | None) -> float:
         """Seconds of several computes; with messages, all are posted first and taken last, after
         they arrived.
         """
@@ -104,7 +105,7 @@ class MessageCosts:
         channels.wait_for_sends()
         return seconds
 
-    def _echo(self, message: Sequence[torch.Tensor]) -> float:
+    def _echo(self, message: Sequence[Tensor]) -> float:
         channels = self._channels
         send = Instruction(Op.SEND_ACTIVATION, self._stage, 0)
         receive = Instruction(Op.RECEIVE_GRADIENT, self._stage, 0)
@@ -125,7 +126,7 @@ class MessageCosts:
         return seconds / (2 * ECHOES)
 
 
-def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _buffers(message: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in message]
 
 
@@ -143,7 +144,6 @@ def measure_fetches(
     rank = dist.get_rank()
     replicas = replica_group(plan, rank, torch.device("cpu"), timeout)
     streamed = streamed_layers(plan, rank, device, replicas, timeout)
-    assert streamed is not None
 
     # any layer that this rank streams
     here = itertools.chain.from_iterable(stage.streamed for stage in plan.ranks[rank].stages)

@@ -62,13 +62,13 @@ class RankAudit:
         # as plans call it: NoOp where nothing trains
         self.optimizer = type(optimizer).__name__.removesuffix("Optimizer")
         self.masters = masters
-        self.stored: dict[str, Tensor] = {}
-        self.frozen: dict[str, Tensor] = {}
+        self.stored = {}
+        self.frozen = {}
         for stage in stages.values():
             for name, parameter in stage.global_parameters():
                 tensors = self.stored if parameter.requires_grad else self.frozen
                 tensors[name] = parameter
-        self._check_plan(stages, optimizer)
+        self._check_plan(stages)
 
         self._buffers = {}
         for number, stage in stages.items():
@@ -118,11 +118,7 @@ class RankAudit:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_plan(
-        self,
-        stages: Mapping[int, Stage],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def _check_plan(self, stages: Mapping[int, Stage]) -> None:
         named = set(map(id, self.stored.values()))
         for stage in stages.values():
             for parameter in stage.parameters():
@@ -141,7 +137,7 @@ class RankAudit:
                 f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}"
             )
         optimized = set()
-        for group in optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             optimized.update(map(id, group["params"]))
         is_complete = optimized == set(map(id, self.masters.values()))
         if self.masters.keys() != self.stored.keys() or not is_complete:
@@ -150,7 +146,7 @@ class RankAudit:
             )
 
     def _refuse_non_finite(self, name: str, tensor: Tensor) -> None:
-        if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
+        if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
             source = "the model's folder"
             if name.startswith("projector."):
                 source = "model.projector.init_from"
@@ -210,7 +206,7 @@ class RankAudit:
             moved = name in changed
             if had_gradient and not moved and not self._is_swallowed(master):
                 failures.append(f"trainable tensor {name} had a gradient but did not move")
-            if not bool(master.isfinite().all()):
+            if not master.isfinite().all():
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than those trained")
@@ -308,7 +304,7 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
     unnoticed. `starts` are all ranks' `RankAudit.start()`. Besides replicas, slices of an encoder
     hold the same tensors: its stem.
     """
-    holders: dict[str, dict[str, Any]] = {}
+    holders = {}
     for start in starts:
         for name, digest in start["tensors"].items():
             first = holders.setdefault(name, start)

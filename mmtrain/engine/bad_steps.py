@@ -44,7 +44,7 @@ def report_bad_step(
     words, where `file` cannot be written.
     """
     # what this rank knows, then what all know
-    bad_names = [name for name, p in trainable.items() if not bool(p.grad.isfinite().all())]
+    bad_names = [name for name, p in trainable.items() if not p.grad.isfinite().all()]
     is_bad = bool(bad_names)
     numbers = {}
     for slot, (loss, supervised) in losses.items():
@@ -66,14 +66,15 @@ def report_bad_step(
 
     microbatches = []
     for slot, (loss, supervised) in sorted(all_losses.items()):
-        microbatch = {
-            "replica": slot[0],
-            "microbatch": slot[1],
-            "loss": loss / supervised if supervised else None,
-            "supervised_tokens": supervised,
-            "keys": list(all_keys[slot]),
-        }
-        microbatches.append(microbatch)
+        microbatches.append(
+            {
+                "replica": slot[0],
+                "microbatch": slot[1],
+                "loss": loss / supervised if supervised else None,
+                "supervised_tokens": supervised,
+                "keys": list(all_keys[slot]),
+            }
+        )
     record = {
         "step": step,
         "loss_sum": sums.loss_sum,

@@ -73,10 +73,9 @@ class Channels:
         timeout_seconds: int,
     ) -> None:
         self._sends: Sends = []
-        # by what posted the receive
-        self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
+        self._awaited = {}  # works and tensors, by what posted the receive
         # by source, destination (pipeline ranks) and kind
-        self._channels: dict[tuple[int, int, str], _Channel] = {}
+        self._channels = {}
         self._ranks = plan.pipeline
         self._chain = ranks_of(plan.chain)
 
@@ -249,8 +248,7 @@ class ChainLink:
             messages.append(torch.tensor(grids))
         for other in self._others:
             for message in messages:
-                sending = dist.isend(message, other, group=self._group)
-                self._sent.append((sending, message))
+                self._sent.append((dist.isend(message, other, group=self._group), message))
 
     def encode(self, x: Instruction) -> None:
         microbatch = x.microbatch

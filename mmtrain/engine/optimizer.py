@@ -45,7 +45,7 @@ class MasterWeights:
         stored: Mapping[str, nn.Parameter],
         config: OptimizerSection,
     ) -> None:
-        self.by_name: dict[str, nn.Parameter] = {}
+        self.by_name = {}
         self._pairs = []
         for name, parameter in stored.items():
             master = parameter
@@ -163,13 +163,14 @@ def make_optimizer(
     groups = []
     for group in parameter_groups(config, trainable):
         if group.parameters:
-            settings = {
-                "params": [trainable[name] for name in group.parameters],
-                "lr": group.lr,
-                "weight_decay": group.weight_decay,
-                "name": group.name,
-            }
-            groups.append(settings)
+            groups.append(
+                {
+                    "params": [trainable[name] for name in group.parameters],
+                    "lr": group.lr,
+                    "weight_decay": group.weight_decay,
+                    "name": group.name,
+                }
+            )
     return optimizer_of(config).make(groups, config)
 
 

@@ -3,7 +3,6 @@ time it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,13 +127,9 @@ class SingleStage:
             dtype=module.dtype,
             device=device,
         )
-        self.upstream: Tensor | None = None
+        self.upstream = None
         if not module.language.has_head:
-            self.upstream = torch.randn(
-                shape,
-                dtype=module.dtype,
-                device=device,
-            )
+            self.upstream = torch.randn_like(self.input)
 
         vision = module.vision
 
@@ -146,7 +141,7 @@ class SingleStage:
                 device=device,
             )
 
-        self._taken: PackedBatch | Tensor | None = None
+        self._taken = None
         if module.projector is not None:
             self._taken = batch
         elif vision is not None and batch.tiles is not None:
@@ -155,7 +150,7 @@ class SingleStage:
         # made by another rank's slice
         if self.features is not None and not vision.is_last:
             self.features = made_up(vision.feature_shape)
-        self._kept: Any = None
+        self._kept = None
 
     def prepare(self, *, recomputes: bool = False) -> None:
         """Let all decoder layers recompute their activations or none, and encode again where the
@@ -218,7 +213,7 @@ def warm_up(
     """
     batch = to_device(host, device)
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus, device_type="cuda"):
+    with torch.random.fork_rng(gpus):
         for number, module in stages.items():
             alone = SingleStage(
                 module,

@@ -1,31 +1,14 @@
 """Shares of a run's time that each rank waited, and of the machine's arithmetic that it used."""
 
-from __future__ import annotations
-
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmtrain.config.schema import RunConfig
+from mmtrain.engine.statistics import StepResult
 from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import Device, find_calibration
 from mmtrain.plan.costs import Workload, minimal_flops
 
-if TYPE_CHECKING:
-    from mmtrain.engine.statistics import StepResult
-
-# Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
-MEASURED = (
-    "seconds",
-    "tokens_per_second",
-    "idle_fraction",
-    "compute_seconds",
-    "communication_seconds",
-    "data_seconds",
-    "fetching_seconds",
-    "peak_memory_bytes",
-    "model_flops_utilization",
-    "time",
-)
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
@@ -41,8 +24,8 @@ class Utilization:
         calibration = find_calibration(config, self._models, device)
         self._peak_flops = calibration and calibration.matmul_flops_per_second
         self._steps = 0
-        self._idle: list[float] = []  # seconds, by rank
-        self._window: list[float] = []
+        self._idle = []  # seconds, by rank
+        self._window = []
         self._flops = 0.0
 
     def add(self, step: StepResult) -> dict[str, Any]:

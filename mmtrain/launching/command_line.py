@@ -95,7 +95,7 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     refuse_repeated_keys(parser, options.overrides)
     if unknown:
         meant = next(filter(None, map(key_of_option, unknown)), "")
-        parser.error(escape(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)
+        parser.error(escape(f"unrecognized arguments: {' '.join(unknown)}") + meant)
     return options
 
 

@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
@@ -67,7 +66,7 @@ from mmtrain.plan.schedule import ranks_of
 from mmtrain.report.page import write_page
 from mmtrain.runtime.failures import Failure
 from mmtrain.runtime.gpus import Gpu, usable_cores, visible_gpus
-from mmtrain.runtime.job import Job
+from mmtrain.runtime.job import Agreement, Job
 from mmtrain.runtime.log import PrefixedLog, log_name
 from mmtrain.runtime.rank import run_rank
 from mmtrain.runtime.supervise import STOPPED, prepared, run_ranks, set_rank_environment
@@ -99,7 +98,7 @@ def train(config: RunConfig, options: Options) -> int:
 
     # Which formats data have can be seen where they are read alone: there the ranks compare the
     # data themselves.
-    details: list[str] = []
+    details = []
     compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
         with logs_shown(print_info, details.append):
@@ -120,12 +119,7 @@ def train(config: RunConfig, options: Options) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         job = _job(config, plan, gpus, local_ranks, start, options, compared)
         with prepared(job):
-            probe(
-                config.model.llm.path,
-                plan.boundaries,
-                bool(plan.streaming),
-                mrope=models_of(config).has_grid_positions,
-            )
+            _probe_llm(config, plan)
             failure = run_ranks(job)
         if is_first:
             # first: whoever reads only the last line must read how the run ended
@@ -163,7 +157,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     )
     compared = agreement(config, plan, options.trace or 0)
     start = None
-    details: list[str] = []
+    details = []
     if is_first:
         with logs_shown(print_info, details.append):
             config = check_data(config, others_wait=len(plan.ranks) > 1)
@@ -176,12 +170,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         job = _job(config, plan, gpus, local_ranks, start, options)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
-            probe(
-                config.model.llm.path,
-                plan.boundaries,
-                bool(plan.streaming),
-                mrope=models_of(config).has_grid_positions,
-            )
+            _probe_llm(config, plan)
             if len(ranks_of(plan.chain)) > 1:
                 can_slice_encoder(config, may_stay_whole=False)
         from torch.distributed import DistError
@@ -205,6 +194,12 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     return 0 if stopped is None else STOPPED
 
 
+def _probe_llm(config: RunConfig, plan: Plan) -> None:
+    """Raise UserError for an LLM that computes something else when it is cut as planned."""
+    mrope = models_of(config).has_grid_positions
+    probe(config.model.llm.path, plan.boundaries, bool(plan.streaming), mrope=mrope)
+
+
 def _job(
     config: RunConfig,
     plan: Plan,
@@ -212,7 +207,7 @@ def _job(
     local_ranks: int,
     start: ResumePoint | None,
     options: Options,
-    compared: tuple[str, dict[str, Any]] | None = None,
+    compared: Agreement | None = None,
 ) -> Job:
     """Return the run's processes; `start` is rank 0's, `compared` the `agreement` of nodes."""
     # a resumed run has as many threads a rank, where it has as many ranks and they fit
@@ -254,7 +249,7 @@ def _job(
     )
 
 
-def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> tuple[str, dict[str, Any]]:
+def agreement(config: RunConfig, plan: Plan, trace_steps: int) -> Agreement:
     """Return a digest and keys that ranks must share: others would wait for each other for ever."""
     text = (
         f"mmtrain {VERSION} --trace {trace_steps} {plan.chain} {dump_config(config)} "

@@ -217,10 +217,9 @@ class _LayerCosts:
     vision_size: int = 2
     quantisation: Quantisation | None = None
     optimizer: OptimizerKind = ADAMW
-    # every kind of decoder layer
-    decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.decoder = {}  # every kind of decoder layer with its cost, by what makes it a kind
         names = (p.name for p in self.models.parameters)
         self.trained = frozenset(name for name in names if matches_any(name, self.trainable))
 
@@ -537,7 +536,7 @@ class EncoderCost:
         """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole
         encoder.
         """
-        measured: int | None = self.working_bytes
+        measured = self.working_bytes
         if not first:
             measured = self.later_working_bytes
         elif blocks == 0:
@@ -628,7 +627,7 @@ def _encoder_parts(
     norm = []
     patches = work.tiles * vision.patches_per_image
     rows = work.tiles * vision.features_per_image
-    blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
+    blocks = {}
     for parameter in vision.parameters:
         is_trained = parameter.name in trained
         elements = parameter.numel

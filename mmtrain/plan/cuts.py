@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Instant, Program, StageSeconds, instants, simulate
-from mmtrain.plan.stage_costs import LayerRange, RankCost, StageCosts
+from mmtrain.plan.stage_costs import Ranges, RankCost, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
 """In all moves of one search: a fraction of a second. The largest layouts then end at a cut that
@@ -48,7 +48,7 @@ def boundaries_of(cut: Cut) -> tuple[int, ...]:
     return tuple(border - 1 for border in cut[1:-1])
 
 
-def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
+def ranges_of(cut: Cut, rank: int, pipeline: int) -> Ranges:
     return tuple(itertools.pairwise(cut))[rank::pipeline]
 
 
@@ -84,9 +84,9 @@ def even_cut(
     layers = costs.count
     least = costs.costs.first_layers
     # before each stage: end -> (seconds, begin of the last)
-    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    rows = [{0: (0.0, 0)}]
     for stage in range(stages):
-        row: dict[int, tuple[float, int]] = {}
+        row = {}
         ends = range(stage + least, layers - stages + stage + 2)
         if stage == stages - 1:
             ends = range(layers, layers + 1)
@@ -162,10 +162,10 @@ class Cuts:
         self.costs = costs
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
-        self.whole: Slices = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
+        self.whole = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
         self.instructions_left = SIMULATED_INSTRUCTIONS  # that may still be simulated
-        self._plain: dict[tuple[int, int], PlainSchedule] = {}
-        self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
+        self._plain = {}  # schedules, by their shape
+        self._ranks = {}  # costs, by the schedule's shape, rank, layers and blocks
 
     def placed(self, cut: Cut, slices: Slices) -> tuple[PlainSchedule, tuple[RankCost, ...]]:
         """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing
@@ -237,7 +237,7 @@ class Cuts:
         if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
             seeds.append(uniform_cut(decoder, stages))
 
-        scored: list[tuple[_Score, Cut]] = []
+        scored = []
         for seed in dict.fromkeys(seeds):
             score = self._score(seed, share, must=not scored)
             if score is not None:

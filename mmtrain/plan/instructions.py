@@ -66,6 +66,8 @@ class Instruction:
 
 
 Schedule = tuple[tuple[Instruction, ...], ...]
+Orders = Sequence[Sequence[Instruction]]
+"""Instructions of each pipeline rank, perhaps of some kinds only."""
 
 
 class Message(NamedTuple):
@@ -100,7 +102,7 @@ class Step(NamedTuple):
 # ---- which messages there are
 
 
-def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
+def chain_of(schedule: Orders) -> tuple[int, ...]:
     """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is
     one.
     """
@@ -185,10 +187,9 @@ _USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 
 def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
     if x.op is Op.SEND_FEATURES:
-        consumer = _after(chain, x.stage)
-        return Message(x.stage, consumer, "features", consumer, x.microbatch)
+        return _features(x.stage, _after(chain, x.stage), x.microbatch)
     if x.op is Op.RECEIVE_FEATURES:
-        return Message(_after(chain, x.stage, -1), x.stage, "features", x.stage, x.microbatch)
+        return _features(_after(chain, x.stage, -1), x.stage, x.microbatch)
     source, consumer = _STAGES[x.op]
     return between(x.stage + source, x.stage + consumer, x.microbatch, ranks)
 
@@ -201,7 +202,7 @@ def user_of(receive: Instruction) -> Instruction:
 def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
     """A rank's list, each instruction with its message."""
     chain = chain_of(schedule)
-    posted: dict[Instruction, Message] = {}  # by the instruction that uses it
+    posted = {}  # by the instruction that uses it
     for x in schedule[rank]:
         message = posted.get(x)
         if x.op in SENDS or x.op in RECEIVES:
@@ -219,8 +220,8 @@ def all_steps(schedule: Schedule) -> list[Step]:
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
     order = []
-    sent: set[Message | None] = {None}
-    waiting: dict[int, Step] = {}  # what each rank does next
+    sent = {None}
+    waiting = {}  # what each rank does next
 
     def waits(step: Step) -> bool:
         return step.instruction.op not in SENDS | RECEIVES and step.message not in sent
@@ -262,7 +263,7 @@ def in_common_order(schedule: Schedule) -> Schedule:
     order at which it is sent. So the first operation that is not done never waits for a later one
     (tests/deadlocks.py).
     """
-    ordered: list[list[Instruction]] = [[] for _ in schedule]
+    ordered = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):
         if x.op not in RECEIVES and x.stage >= 0:
             ordered[rank].append(x)
@@ -308,7 +309,7 @@ def uses_of(
     """The streamed decoder layers that a list uses, in order; those from `first_trainable_layer` on
     run backward.
     """
-    uses: list[int] = []
+    uses = []
     for x in instructions:
         layers = streamed.get(x.stage, ())
         if x.op is Op.FORWARD:
@@ -333,7 +334,7 @@ def fetches_of(uses: Sequence[int]) -> list[int]:
     """Return the layers that are fetched for these uses, in order, if no layer is whole before and
     after them.
     """
-    whole: tuple[int | None, ...] = (None,)
+    whole = (None,)
     fetches = []
     for layer, following in with_following(uses):
         if layer not in whole:

@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mmtrain.plan.instructions import Op, Schedule, Step
@@ -65,7 +65,7 @@ def placements(
     that are least ahead. Those without gaps come last, since their bound is far from what their
     lists take.
     """
-    bounds: dict[Chain, float] = {}
+    bounds = {}
     for filled, least in _fills(program, microbatches, seconds, chain).values():
         if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
             bounds[filled] = least
@@ -98,9 +98,11 @@ class _Slice:
     seconds: float  # of one encode, with its messages
     left: int  # micro-batches to encode
     first: int  # number of encodes before the first compute in any case
-    before: list[int] = field(default_factory=list)  # number of encodes before each compute
-    begins: list[float] = field(default_factory=list)  # of each encode
-    compute: tuple[Step, float] = field(init=False)  # the latest one, and when it begins
+
+    def __post_init__(self) -> None:
+        self.before = []  # number of encodes before each compute
+        self.begins = []  # of each encode
+        self.compute = None  # the latest one, and when it begins
 
     def encode(self, count: int, now: float) -> float:
         self.before.append(count)
@@ -211,7 +213,7 @@ def _fill(
     Encodes that find no gap come at the step's end. Returns the encodes of each slice and a lower
     bound of the step's seconds.
     """
-    slices: list[_Slice | None] = [None] * len(seconds.encode)
+    slices = {}
     if len(chain) == 1:  # no messages
         seconds = replace(seconds, features=MessageCost())
     for rank in chain:
@@ -225,7 +227,7 @@ def _fill(
 
     def fill(step: Step, now: float, ready: float) -> float:
         rank, x, _ = step
-        here = slices[rank]
+        here = slices.get(rank)
         spent = 0.0
         if here is not None:
             spent = here.fill(gap, now, ready)
@@ -243,7 +245,7 @@ def _fill(
         done = begin + (others.forward if x.op is Op.FORWARD else others.backward)[x.stage]
         least = max(least, done + slices[rank].encode(slices[rank].left, done) + seconds.end)
 
-    placed: list[Encodes | None] = [None] * len(slices)
+    placed = [None] * len(seconds.encode)
     needed = forwards
     ahead = 0
     for rank in reversed(chain):

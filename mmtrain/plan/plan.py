@@ -211,14 +211,9 @@ class Plan:
         return min(encodes.ahead for encodes in self.chain if encodes is not None)
 
     @property
-    def encoder_slices(self) -> tuple[int, ...]:
-        """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on
-        rank 0.
-        """
-        slices = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
-        if not any(slices):
-            return ()
-        return tuple(last - first for first, last in (blocks or (0, 0) for blocks in slices))
+    def learns(self) -> bool:
+        """Whether anything trains with a learning rate above 0."""
+        return not self.groups or any(group.lr > 0 for group in self.groups)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""

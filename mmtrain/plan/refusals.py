@@ -50,7 +50,7 @@ def check_run(config: RunConfig, models: Models) -> None:
     if models.layout.takes_images:
         _check_images(config.data, models.layout)
     _check_trainable(names, models)
-    _check_groups(config.optimizer.groups, names, trainable)
+    _check_groups(config.optimizer.groups, names, trained, trainable)
     _check_encoder_ranks(config.parallel, models.vision, trainable)
     _check_streaming(config.parallel, config.model.llm.quantize, models)
     check_export_format(config.export.format, models, trained)
@@ -274,9 +274,9 @@ def _check_trainable(names: Sequence[str], models: Models) -> None:
 def _check_groups(
     groups: Sequence[OptimizerGroupSection],
     names: Sequence[str],
+    trained: Sequence[str],
     trainable: Sequence[str],
 ) -> None:
-    trained = [name for name in names if matches_any(name, trainable)]
     for number, group in enumerate(groups):
         for pattern in group.match:
             matching = [name for name in names if matches_any(name, (pattern,))]
@@ -305,7 +305,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     """Name parameters and modules like a pattern; with a wildcard also the names of all layers at
     once.
     """
-    candidates: dict[str, None] = {}
+    candidates = {}
     for name in names:
         if "*" in pattern:
             name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -340,7 +340,6 @@ def does_not_fit(parallel: ParallelSection, search: Search, limit: int | None) -
                 f"would keep {bytes_text(cost.host_bytes)} of streamed layers in its machine's "
                 "memory. Stream fewer, or raise it"
             )
-    assert limit is not None
     source = "the GPU's memory without that of CUDA and NCCL"
     if parallel.device_memory_gib is not None:
         source = "parallel.device_memory_gib"

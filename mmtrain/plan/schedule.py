@@ -30,8 +30,8 @@ from mmtrain.plan.instructions import (
     EVALUATION_END,
     TRAINING_END,
     Instruction,
-    Message,
     Op,
+    Orders,
     Schedule,
     needed_before,
     sent_after,
@@ -40,7 +40,7 @@ from mmtrain.plan.instructions import (
 MESSAGES_POSTED_AHEAD = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Encodes:
     """The times at which a rank runs its slice: `before[i]` micro-batches right before its i-th
     compute, `before[-1]` at the end.
@@ -70,7 +70,6 @@ def training_schedule(
     section 2.2).
     """
     stages = pipeline * stages_per_rank
-    assert microbatches >= 1 and 0 <= first_trainable_stage < stages
     orders = _training_orders(pipeline, microbatches, first_trainable_stage, stages_per_rank)
     encodes = encodes or leading_encodes(orders, (0,), 1)
     orders = _with_encodes(orders, microbatches, encodes)
@@ -90,7 +89,6 @@ def forward_schedule(
     Each slice, on the pipeline ranks `chain`, begins with `lead` micro-batches, then encodes one
     before each forward.
     """
-    assert pipeline >= 1 and microbatches >= 1
     stages = pipeline * stages_per_rank
     orders = _all_in_groups(pipeline, stages, microbatches, Op.FORWARD)
     encodes = leading_encodes(orders, chain, min(lead, microbatches))
@@ -102,7 +100,7 @@ def prelude(encodes: Chain) -> Schedule:
     """The lists before the first step of a process: every slice encodes what it is ahead when a
     step begins.
     """
-    orders: list[list[Instruction]] = [[] for _ in encodes]
+    orders = [[] for _ in encodes]
     for rank in ranks_of(encodes):
         orders[rank] = [Instruction(Op.ENCODE, rank, k) for k in range(encodes[rank].ahead)]
     return _with_messages(orders, len(orders), len(orders), ranks_of(encodes), ())
@@ -142,7 +140,7 @@ def _training_orders(
     microbatches: int,
     first: int,
     stages_per_rank: int,
-) -> list[list[Instruction]]:
+) -> Orders:
     """Record a run in which every compute takes one tick and every rank does the first of its rules
     that it can.
 
@@ -177,9 +175,9 @@ class _Recorded:
         per_later_rank = min(stages_per_rank, 2)
         least = (stages_per_rank - 1) * pipeline + 1
         self.limit = [least + per_later_rank * later for later in reversed(range(pipeline))]
-        self.orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
+        self.orders = [[] for _ in range(pipeline)]
         self.kept = [0] * pipeline
-        self.done: dict[Instruction, int] = {}  # the tick after which it is done
+        self.done = {}  # the tick after which it is done
         self.tick = 0
 
     def run_tick(self) -> None:
@@ -233,17 +231,15 @@ class _Recorded:
         """Let the deepest forward go on: a last group smaller than `pipeline` can leave all limits
         reached.
         """
-        ready = filter(self._ready, self.forwards)
-        stage = max((computes[0].stage for computes in ready), default=None)
-        assert stage is not None, "the recorded run cannot go on"
+        stage = max(computes[0].stage for computes in filter(self._ready, self.forwards))
         self.limit[stage % len(self.limit)] += 1
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]],
+    orders: Orders,
     microbatches: int,
     chain: Chain,
-) -> list[Sequence[Instruction]]:
+) -> Orders:
     merged = [*orders]
     for rank in ranks_of(chain):
         encodes = chain[rank]
@@ -262,7 +258,7 @@ def _with_encodes(
 
 
 def leading_encodes(
-    schedule: Sequence[Sequence[Instruction]],
+    schedule: Orders,
     chain: Sequence[int],
     lead: int,
     ahead: int = 0,
@@ -273,7 +269,7 @@ def leading_encodes(
     With one stage a rank, and in evaluations, any lead and chain finishes; other lists surely do
     where all is encoded first.
     """
-    encodes: list[Encodes | None] = [None] * len(schedule)
+    encodes = [None] * len(schedule)
     for rank in chain:
         computes = [x for x in schedule[rank] if x.op in COMPUTES]
         before = [int(x.op is Op.FORWARD and x.stage == rank) for x in computes] + [0]
@@ -286,7 +282,7 @@ def leading_encodes(
 
 
 def _with_messages(
-    orders: Sequence[Sequence[Instruction]],
+    orders: Orders,
     stages: int,
     first_trainable_stage: int,
     chain: Sequence[int],
@@ -295,9 +291,9 @@ def _with_messages(
     """Add LOAD, sends, receives and the step's end to each rank's computes."""
     ranks = len(orders)
     # by channel, in the order sent
-    incoming: dict[tuple[int, int, str], deque[Message]] = defaultdict(deque)
+    incoming = defaultdict(deque)
     # else an earlier step has sent it
-    to_come: set[Message | None] = set()
+    to_come = set()
     for order in orders:
         for x in order:
             message = sent_after(x, ranks, stages, first_trainable_stage, chain)

@@ -46,7 +46,7 @@ fits in memory, all follow in which nothing waits from one step to the next: tig
 1.6 times as long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineLayout:
     """A cut and where the encoder runs, with all that follows from them."""
 
@@ -79,7 +79,7 @@ class Search:
         self.cuts = Cuts(costs)
         self.pipeline = self.cuts.pipeline
         self.microbatches = self.cuts.microbatches
-        self.encoder_ranks: Literal["auto"] | Sequence[int] = (0,)
+        self.encoder_ranks = (0,)
         if encoder_ranks != 0 and costs.encodes_anywhere and costs.costs.encoder.blocks:
             self.encoder_ranks = encoder_ranks
 
@@ -91,7 +91,7 @@ class Search:
             counts = self._possible_counts()
         else:
             counts = (stages_per_rank,)
-        cuts: dict[int, list[Cut]] = {count: [] for count in counts}
+        cuts = {count: [] for count in counts}
         best = None
         if self.encoder_ranks in ("auto", (0,)):
             best = self._best(cuts, self._shares_on_rank_0(), self._on_rank_0, None)
@@ -124,7 +124,7 @@ class Search:
         there (7% in one).
         """
         shares = []
-        holders: Sequence[int] = range(self.pipeline)
+        holders = range(self.pipeline)
         if self.encoder_ranks != "auto":
             holders = self.encoder_ranks
             if 0 in holders:
@@ -150,10 +150,10 @@ class Search:
         """
         best = None
         for count, candidates in cuts.items():
-            limit = self._to_beat(best, STAGE_GAIN)
+            limit = _to_beat(best, STAGE_GAIN)
             if on_rank_0 is not None:
                 gain = STAGE_GAIN if count > on_rank_0.stages_per_rank else SLICES_GAIN
-                limit = min(limit, self._to_beat(on_rank_0, gain))
+                limit = min(limit, _to_beat(on_rank_0, gain))
             shared_by = sum(cuts) * len(shares)
             for share in shares:
                 self.cuts.instructions_left = SIMULATED_INSTRUCTIONS * count // shared_by
@@ -161,11 +161,6 @@ class Search:
                 candidates += [cut for score, cut in ranked if score.overflow == 0]
             best = self._fastest(dict.fromkeys(candidates), build, limit) or best
         return best
-
-    def _to_beat(self, layout: PipelineLayout | None, gain: float) -> float:
-        if layout is None:
-            return math.inf
-        return layout.simulation.seconds * (1 - gain)
 
     def _fastest(
         self,
@@ -192,7 +187,7 @@ class Search:
         not fit.
         """
         on_rank_0 = self._on_rank_0(cut, math.inf)
-        return self._in_slices(cut, self._to_beat(on_rank_0, SLICES_GAIN)) or on_rank_0
+        return self._in_slices(cut, _to_beat(on_rank_0, SLICES_GAIN)) or on_rank_0
 
     def plain(self, cut: Cut) -> PipelineLayout:
         """Return a cut with the encoder on rank 0, each micro-batch encoded right before its
@@ -217,9 +212,7 @@ class Search:
     def fits(self, layout: PipelineLayout) -> bool:
         return self.cuts.overflow(layout.ranks) == 0
 
-    def nearest(
-        self, stages_per_rank: int, given: Cut | None = None
-    ) -> tuple[Cut, tuple[RankCost, ...]]:
+    def nearest(self, stages_per_rank: int, given: Cut | None) -> tuple[Cut, tuple[RankCost, ...]]:
         """Return the cut, or `given`, that exceeds the memory limit by the fewest bytes, and the
         cost of its ranks.
 
@@ -258,7 +251,7 @@ class Search:
         moved = self._moved(cut, slices)
         if moved == slices:
             return layout
-        return self._placed(cut, moved, self._to_beat(layout, GAIN)) or layout
+        return self._placed(cut, moved, _to_beat(layout, GAIN)) or layout
 
     def _stage_seconds(self, ranks: Sequence[RankCost], slices: Slices) -> StageSeconds:
         encode = [0.0] * len(slices)
@@ -339,7 +332,7 @@ class Search:
             immediate = self.plain(cut)
             if self.fits(immediate) and immediate.simulation.seconds < limit:
                 best = immediate
-                limit = self._to_beat(best, GAIN)
+                limit = _to_beat(best, GAIN)
             if not self.costs.encodes_anywhere or self.costs.timings.encode == 0:
                 return best
         else:
@@ -359,7 +352,7 @@ class Search:
             layout = self._built(cut, slices, option.chain, ranks, seconds)
             if layout.simulation.seconds < limit and self.fits(layout):
                 best = layout
-                limit = self._to_beat(best, GAIN)
+                limit = _to_beat(best, GAIN)
                 enough = enough or option.ahead > 0
         return best
 
@@ -411,6 +404,13 @@ class Search:
             chain,
             simulation,
         )
+
+
+def _to_beat(layout: PipelineLayout | None, gain: float) -> float:
+    """Return the seconds below which a step saves `gain` of that of `layout`."""
+    if layout is None:
+        return math.inf
+    return layout.simulation.seconds * (1 - gain)
 
 
 # ---- the shortest step that may be
@@ -514,7 +514,7 @@ def _works(costs: StageCosts, stages_per_rank: int) -> list[float]:
             return 0.0
         moments = [Instant(op, 0, (kept,), 0) for op in (Op.FORWARD, Op.BACKWARD)]
         blocks = 0 if costs.encodes_anywhere else None
-        cost = costs.fitted(rank, [(begin, end)], moments, blocks)
+        cost = costs.fitted(rank, ((begin, end),), moments, blocks)
         return cost.seconds if costs.fits(cost) else math.inf
 
     if pipeline == 1:

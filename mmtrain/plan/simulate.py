@@ -40,14 +40,14 @@ from mmtrain.plan.instructions import (
 # ---- seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MessageCost:
     send: float = 0.0  # of the sender, while it posts a message
     receive: float = 0.0  # of the receiver, when it takes one
     transfer: float = 0.0  # from the moment both sides have posted a message to its arrival
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageSeconds:
     """Seconds of a step's instructions; per micro-batch where a stage is meant."""
 
@@ -71,7 +71,7 @@ class TimeSpan(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
     seconds: float
     # share of the step in which each pipeline rank waits for a message or the other ranks
@@ -98,16 +98,16 @@ class Program:
     def __init__(self, schedule: Schedule) -> None:
         """Raises ValueError where no rank can go on."""
         self.ranks = len(schedule)
-        self.steps: list[tuple[int, int, int, int, int, Step]] = []
+        self.steps = []
         """What works or carries a message: what it is, rank, its kind, its message and channel (-1:
-        none).
+        none), and the step.
         """
-        self.kinds: list[_Kind] = []
-        self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
-        self.channels: dict[tuple[int, int, str], int] = {}
-        self.messages: dict[Message, int] = {}
-        posted: set[int] = set()  # by one side
-        kinds: dict[tuple[Op, int, int], int] = {}
+        self.kinds = []
+        self.counts = Counter()  # by rank and kind
+        self.channels = {}  # numbers of them
+        self.messages = {}  # likewise
+        posted = set()  # by one side
+        kinds = {}
         spared = [*map(_spared, schedule)]
         chain = chain_of(schedule)
         steps = all_steps(schedule)
@@ -246,7 +246,7 @@ def _work(kind: _Kind, seconds: StageSeconds) -> float:
 # ---- memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Buffers:
     """Bytes of what waits between instructions, of one micro-batch."""
 
@@ -297,7 +297,7 @@ def instants(
     `polls`: sends that are known to be gone are let go at the next send; else all are kept until
     the step's end.
     """
-    gone: list[dict[int, int]] = [{} for _ in schedule]
+    gone = [{} for _ in schedule]
     if polls:
         gone = _known_gone(schedule)
     walks = (_walk(schedule, rank, buffers, its) for rank, its in enumerate(gone))
@@ -315,12 +315,12 @@ def _walk(
     """
     ranks = len(schedule)
     instructions = schedule[rank]
-    buffered: dict[tuple[Op, int, tuple[int, ...]], int] = {}
+    buffered = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
     chain = chain_of(schedule)
     waiting = _waiting_at_begin(schedule, rank, buffers)
-    on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
+    on_their_way = []  # (index at which it is known to be gone, bytes)
 
     def note(op: Op, slot: int) -> None:
         key = op, slot, tuple(kept)
@@ -387,10 +387,10 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
     A slice's message is gone, too, when its sender runs a FORWARD of that micro-batch: its features
     have been used.
     """
-    sent: dict[Message, int] = {}  # where its sender lists it
-    used: dict[Message, int] = {}  # where its receiver uses it, if it does in this step
-    forwards: dict[tuple[int, int], int] = {}  # by rank and micro-batch, the first
-    flows: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by source and destination
+    sent = {}  # where its sender lists it
+    used = {}  # where its receiver uses it, if it does in this step
+    forwards = {}  # by rank and micro-batch, the first
+    flows = defaultdict(list)  # by source and destination
     for rank in range(len(schedule)):
         for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
             if x.op is Op.FORWARD:
@@ -401,7 +401,7 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
             elif message is not None and x.op not in RECEIVES:
                 used[message] = i
 
-    gone: list[dict[int, int]] = [{} for _ in schedule]
+    gone = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
         # In the order sent; a slice's may be used in another step.
         back = flows.get((destination, source), ())
@@ -424,7 +424,7 @@ def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
     """Drop instants that another one of the same work exceeds in everything: fewer to look at for
     each peak.
     """
-    result: list[Instant] = []
+    result = []
     for instant in sorted(moments, key=lambda x: (-sum(x.kept), -x.buffers)):
         if not any(_exceeds(larger, instant) for larger in result):
             result.append(instant)

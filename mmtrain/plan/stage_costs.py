@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from mmtrain.config.limits import MAX_LAYERS
@@ -42,6 +42,9 @@ to 2.5 GiB.
 """
 
 LayerRange = tuple[int, int]  # layers [begin, end)
+Ranges = tuple[LayerRange, ...]  # of the stages of a rank
+PerRank = Literal["auto"] | tuple[int, ...]
+"""Numbers of layers, one for each pipeline rank; "auto": the planner chooses them."""
 
 
 def limit_on_gpu(memory_bytes: int) -> int:
@@ -60,8 +63,7 @@ def limit_on_gpu(memory_bytes: int) -> int:
 class Streaming:
     """The frozen decoder layers that may be streamed, and their source."""
 
-    # number of layers of each pipeline rank; empty: none
-    layers: Literal["auto"] | tuple[int, ...] = ()
+    layers: PerRank = ()  # empty: none
     # the latter: in fewer bits, on the device
     source: Literal["host", "peers"] | Quantisation = "host"
     weight_shards: int = 1  # ranks that each keep a part
@@ -113,7 +115,7 @@ def streamed_layers(
                 candidates.append((stage, entry, layer))
     count = min(count, len(candidates))
 
-    entries: list[list[int]] = [[] for _ in stages]
+    entries = [[] for _ in stages]
     saved = buffers = largest = 0
     for chosen in spread(count, len(candidates)):
         stage, entry, layer = candidates[chosen]
@@ -138,9 +140,9 @@ class Setting:
     pipeline: int
     microbatches_per_step: int
     memory_bytes: int | None  # a rank's limit
-    recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
+    recompute_layers: PerRank
     polls_sends: bool = True  # see `simulate.instants`
-    streaming: Streaming = field(default_factory=Streaming)
+    streaming: Streaming = Streaming()
 
 
 class StageCost(NamedTuple):
@@ -174,8 +176,8 @@ class RankCost:
     activation_bytes: int
     working_bytes: int
     # of each stage, layers counted from its first; empty: none
-    streamed: tuple[tuple[int, ...], ...] = ()
-    host_bytes: int = 0
+    streamed: tuple[tuple[int, ...], ...]
+    host_bytes: int
 
     @property
     def streamed_count(self) -> int:
@@ -198,7 +200,7 @@ class StageCosts:
         trains = [bool(layer.trainable_names) for layer in costs.layers]
         self.first_trainable = trains.index(True)
         self.first_trainable_decoder_layer = max(0, self.first_trainable - 1)
-        self.usable_bytes: float = math.inf
+        self.usable_bytes = math.inf
         if setting.memory_bytes is not None:
             self.usable_bytes = math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
 
@@ -212,7 +214,7 @@ class StageCosts:
             encoder.hidden_bytes,
         )
 
-        self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
+        self._run_begins = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
             continues = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if continues else i)
@@ -257,7 +259,7 @@ class StageCosts:
             and self.setting.pipeline > 1
         )
 
-    def _find_held(self, ranges: tuple[LayerRange, ...]) -> tuple[int, int, int]:
+    def _find_held(self, ranges: Ranges) -> tuple[int, int, int]:
         """Bytes of weights and of optimizer state, and trained elements, of a rank's layers."""
         weights = state = trainable = 0
         for begin, end in ranges:
@@ -269,11 +271,11 @@ class StageCosts:
             weights -= self.costs.shared_ends_bytes
         return weights, state, trainable
 
-    def _find_streamed(self, ranges: tuple[LayerRange, ...], count: int) -> Streamed:
+    def _find_streamed(self, ranges: Ranges, count: int) -> Streamed:
         stages = [self.layers[begin:end] for begin, end in ranges]
         return streamed_layers(self.setting.streaming, stages, count)
 
-    def _find_most_streamed(self, ranges: tuple[LayerRange, ...]) -> int:
+    def _find_most_streamed(self, ranges: Ranges) -> int:
         on_host = self.setting.streaming.host_bytes
         most = sum(map(len, self._streamed(ranges, self.count).entries))
         while on_host is not None and most and self._streamed(ranges, most).host_bytes > on_host:
@@ -369,7 +371,7 @@ class StageCosts:
     def fitted(
         self,
         rank: int,
-        ranges: Sequence[LayerRange],
+        ranges: Ranges,
         moments: Sequence[Instant],
         blocks: int | None = None,
     ) -> RankCost:
@@ -398,7 +400,7 @@ class StageCosts:
 
         streamed = 0
         if stream == "auto":
-            streamed = self._most_streamed(tuple(ranges))
+            streamed = self._most_streamed(ranges)
             fastest = self._fastest(cost, counts, streamed)
             if fastest is not None:
                 return fastest
@@ -442,7 +444,7 @@ class StageCosts:
 
     def rank_cost(
         self,
-        ranges: Sequence[LayerRange],
+        ranges: Ranges,
         recompute: Sequence[int],
         moments: Sequence[Instant],
         blocks: int | None = None,
@@ -451,7 +453,6 @@ class StageCosts:
         """Cost of a rank where the first `recompute[s]` layers of stage s recompute, and `streamed`
         are streamed.
         """
-        ranges = tuple(ranges)
         is_first = ranges[0][0] == 0
         if blocks is None:
             blocks = self.costs.encoder.blocks if is_first else 0
@@ -546,9 +547,7 @@ def streaming_of(parallel: ParallelSection, quantisation: Quantisation | None) -
     return Streaming(layers, parallel.stream_from, shards, host_bytes)
 
 
-def _of_ranks(
-    layers: Literal["auto"] | int | tuple[int, ...], pipeline: int
-) -> Literal["auto"] | tuple[int, ...]:
+def _of_ranks(layers: int | PerRank, pipeline: int) -> PerRank:
     return (layers,) * pipeline if isinstance(layers, int) else layers
 
 

@@ -50,16 +50,16 @@ MOST_SHARDS = 8
 """Replicas that keep a part each of streamed layers: the GPUs of a machine with NVLink."""
 MOST_REPLICAS = 10_000  # that parallel.data may be
 CALIBRATION = "parallel.calibration"
-BY_HAND: dict[str, Any] = {
+Changes = dict[str, Any]
+"""Values by key; some may be the config's own."""
+BY_HAND: Changes = {
     "parallel.boundaries": None,
     "parallel.stages_per_rank": "auto",
     "parallel.recompute_layers": "auto",
     "parallel.encoder_ranks": "auto",
 }
 """Keys that belong to one layout, and the value that leaves each to the planner."""
-Changes = dict[str, Any]
-"""Values by key; some may be the config's own."""
-SAVINGS: tuple[Changes, ...] = (
+SAVINGS = (
     {"train.packs_per_microbatch": 1},
     {"model.llm.dtype": "bfloat16"},
     {"parallel.streamed_layers": "auto", "model.llm.quantize": None},
@@ -157,7 +157,7 @@ def suggest(
     every = [_with_bound(config, x, models, limit, device) for x in changes]
     used = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf] or every
 
-    layouts: list[SuggestedLayout] = []
+    layouts = []
     tried = not_tried = 0
     for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound)):
         if not _may_be_best(candidate, layouts):
@@ -286,8 +286,8 @@ def _smallest(
 
 def what_fits(
     config: RunConfig,
-    device_memory_bytes: int | None = None,
-    device: Device | None = None,
+    device_memory_bytes: int | None,
+    device: Device | None,
 ) -> str:
     """Return a sentence with overrides by which a run fits that does not: each was planned.
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from mmtrain.runtime.log import log_name
 
+Agreement = tuple[str, dict[str, Any]]
+"""A digest of all that ranks of several nodes must share, and the keys to name where it differs."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -29,8 +32,7 @@ class Job:
     nodes: int = 1
     node: int = 0
     endpoint: str | None = None
-    # what ranks of several nodes compare first, see `agree`
-    agreement: tuple[str, dict[str, Any]] | None = None
+    agreement: Agreement | None = None  # which ranks of several nodes compare first
     how_to_resume: str = ""  # what follows the message of a stopped run
     # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
     saves_when_asked: bool = False

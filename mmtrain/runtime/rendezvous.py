@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
+from mmtrain.runtime.job import Agreement
 
 BACKEND = "mmtrain"
 """Name of this rendezvous among torch's; its settings are `rank`, this node's number, and
@@ -74,11 +75,8 @@ class FixedNodes(StaticTCPRendezvous):
         return BACKEND
 
 
-def agree(agreement: tuple[str, dict[str, Any]], rank: int, timeout_seconds: int) -> Store:
-    """Return the store at which all ranks meet. Raises UserError on every rank unless all agree.
-
-    `agreement` is the digest of configuration and plan, and the keys to name where it differs.
-    """
+def agree(agreement: Agreement, rank: int, timeout_seconds: int) -> Store:
+    """Return the store at which all ranks meet. Raises UserError on every rank unless all agree."""
     store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     store.set(f"mmtrain/plan/{rank}", json.dumps(agreement))
     if rank == 0:

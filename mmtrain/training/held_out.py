@@ -19,7 +19,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import EvalSection, RunConfig
-from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
+from mmtrain.data.samples.sample import IGNORE, Document
 from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
@@ -67,7 +67,7 @@ class HeldOut:
         config = packed.config
         self.packed = packed
         self.capacity = packed.processor.capacity
-        self.faults: list[QuarantinedSample] = []
+        self.faults = []
         with _naming_the_source(config.eval):
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
@@ -135,11 +135,10 @@ class HeldOut:
         return None
 
     def _fits(self, document: Document) -> bool:
-        tokens = self.capacity.tokens
         tiles = self.capacity.tiles
         if tiles is not None and _tiles(document) > tiles:
             return False
-        return len(document.input_ids) <= tokens
+        return len(document.input_ids) <= self.capacity.tokens
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """Return this replica's contiguous part of `packs` in micro-batches, filled up with empty
@@ -225,10 +224,10 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     images (a data set may list its pictures twice). Texts and labels stay: an image is stretched to
     the size of the one that it replaces.
     """
-    images: list[tuple[bytes, ...]] = []
+    images = []
     for pack in packs:
         images += [document.sample.images for document in pack.entries]
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
     others = list(images)

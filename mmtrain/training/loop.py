@@ -4,7 +4,6 @@ rank.
 
 import os
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,7 +108,7 @@ class _Run:
         self.first_step = 0
         if self.start is not None:
             self.first_step = self.start.checkpoint.step
-        self.loss: float | None = None  # of the latest step
+        self.loss = None  # of the latest step
 
     def open_data(self) -> None:
         """Open the data on the ranks that read them; share their fingerprint and the number of
@@ -120,7 +119,7 @@ class _Run:
         config = self.config
         rank = self.rank
         plan = self.plan
-        self.packed: PackedBatches | None = None
+        self.packed = None
         self.held_out = None
         if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
@@ -203,10 +202,10 @@ class _Run:
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
 
-        files: dict[str, str] = {}
+        files = {}
         for start in starts:
             files |= start["files"]
-        self.about: dict[str, Any] = {  # in every checkpoint
+        self.about = {  # in every checkpoint
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(
@@ -279,7 +278,7 @@ class _Run:
             self._report,
             saved_step,
         )
-        self.evaluations: Evaluations | None = None
+        self.evaluations = None
         if config.eval.is_on:
             self.evaluations = Evaluations(
                 config.eval,
@@ -373,7 +372,7 @@ class _Run:
         records = gather_to_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
-            result = write_audit(file, self.plan, records, learns=self.engine.learns)
+            result = write_audit(file, self.plan, records, learns=self.plan.learns)
             self.console.line(f"audit passed: {result} ({file})")
 
     def leave(self, message: str | None = None) -> str | None:

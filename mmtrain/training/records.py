@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.account import SampleLog
 from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
@@ -36,7 +35,7 @@ from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.answers import Answer
 from mmtrain.training.console import Console
-from mmtrain.training.trackers import Trackers
+from mmtrain.training.trackers import Record, Trackers
 
 PICTURES = "answers"  # a folder of the run
 PICTURED_QUESTIONS = 24
@@ -54,7 +53,7 @@ class Records:
     def __init__(
         self,
         folder: Path | None,
-        also: Callable[[Mapping[str, Any]], None],
+        also: Callable[[Record], None],
         max_image_pixels: int,
         *,
         asks: bool,
@@ -165,23 +164,20 @@ class Recorder:
         folder = rank.folder if writes else None
         pixels = config.data.max_image_pixels
         self.records = Records(folder, self._trackers.take, pixels, asks=asks)
-        about = {
-            "versions": versions,
-            "device": device.name,
-            "ranks": rank.world_size,
-        }
         self.records.write(
             "begin",
             step=first_step,
             backend=backend_name(engine.device),
-            **about,
+            versions=versions,
+            device=device.name,
+            ranks=rank.world_size,
         )
 
-        self.account: SampleLog | None = None
-        self.batches: Generator[PackedBatch] | None = None
+        self.account = None
+        self.batches = None
         self._utilization = Utilization(config, device) if writes else None
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
-        self._traced: list[TracedStep] = []
+        self._traced = []
 
         own = set().union(*(stage.attention for stage in engine.stages.values()))
         backends = gather_to_rank_0(own)

@@ -73,10 +73,10 @@ class Trackers:
     ) -> None:
         """Open the trackers, and give each the records of earlier steps that it lacks."""
         self._print_info = print_info
-        self._trackers: dict[str, Any] = {}
+        self._trackers = {}
         text = dump_config(config, for_others=True)
         values = disclosed(config.model_dump(mode="json"))
-        makers: dict[str, Callable[[], Any]] = {
+        makers = {
             "tensorboard": functools.partial(_TensorBoard, folder, text, first_step),
             "wandb": functools.partial(_WandB, folder, values),
         }

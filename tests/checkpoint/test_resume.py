@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from crash_job import MEASURED
 from json_files import read_lines
 from processes import last_given, running, wait_for
 from rank_runs import train
@@ -23,7 +24,6 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import AUTO, find_start
 from mmtrain.checkpoint.step_folder import step_path, why_damaged
 from mmtrain.config.load import load_config
-from mmtrain.engine.utilization import MEASURED
 
 LAST = 16
 LAUNCH = ("-m", "mmtrain.launch")

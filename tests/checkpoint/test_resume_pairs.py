@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crash_job import MEASURED
 from json_files import read_json
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.engine.utilization import MEASURED
 
 STEPS, CUT = 8, 3  # an epoch is six steps
 RUN = (f"train.max_steps={STEPS}", "train.packs_per_step=4", "data.ledger=true", "data.workers=0")

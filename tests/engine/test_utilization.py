@@ -5,11 +5,12 @@ computed.
 from __future__ import annotations
 
 import pytest
+from crash_job import MEASURED
 
 from mmtrain.config.load import load_config
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.step_clock import RankSeconds
-from mmtrain.engine.utilization import MEASURED, Utilization
+from mmtrain.engine.utilization import Utilization
 from mmtrain.facts.models import models_of
 from mmtrain.plan.calibration import Calibration, Device, calibration_key
 from mmtrain.plan.costs import Workload, minimal_flops

@@ -80,9 +80,10 @@ def test_the_weights_of_an_encoder_that_trains_are_the_front_layers(trainable) -
 def test_slices_of_all_ranks_add_up_to_the_encoder_with_a_stem_for_each(blocks) -> None:
     costs = costs_of(config_of())
     cut = ((0, 8), (8, 17), (17, 26), (26, 34))
-    whole = [costs.rank_cost([layers], [0], []) for layers in cut]
+    whole = [costs.rank_cost((layers,), [0], []) for layers in cut]
     sliced = [
-        costs.rank_cost([layers], [0], [], count) for layers, count in zip(cut, blocks, strict=True)
+        costs.rank_cost((layers,), [0], [], count)
+        for layers, count in zip(cut, blocks, strict=True)
     ]
     more = 2 * STEM * sum(count > 0 for count in blocks[1:])
     assert (
@@ -116,7 +117,7 @@ def test_a_slice_takes_the_encoders_working_set_where_it_encodes_or_its_own_if_m
     }
     costs.costs = replace(costs.costs, encoder=replace(encoder, **own))
     for layers, blocks, share in zip(((0, 8), (0, 8), (8, 17)), (6, 0, 6), taken, strict=True):
-        need = costs.rank_cost([layers], [0], [Instant(Op.ENCODE, 0, (0,), 7)], blocks)
+        need = costs.rank_cost((layers,), [0], [Instant(Op.ENCODE, 0, (0,), 7)], blocks)
         assert (need.activation_bytes, need.working_bytes) == (7, share * working) and working > 0
 
 

@@ -142,7 +142,7 @@ def test_recomputation_and_streaming_share_what_does_not_fit_as_no_other_share_i
     config = load_config(LLAVA, keys)
     costs = stage_costs(config, models_of(config), int(gib * GIB), None)
     schedule = training_schedule(1, costs.setting.microbatches_per_step, 0)
-    layers, (moments,) = [(0, costs.count)], instants(schedule, costs.buffers, polls=True)
+    layers, (moments,) = ((0, costs.count),), instants(schedule, costs.buffers, polls=True)
     found = costs.fitted(0, layers, moments)
     counts = range(33) if recompute == "auto" else (recompute,)
     every = [costs.rank_cost(layers, (r,), moments, None, n) for r in counts for n in range(33)]

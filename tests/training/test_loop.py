@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
+from crash_job import MEASURED
 from json_files import read_json, read_lines
 from rank_runs import train
 from safetensors.torch import load_file
 
 from mmtrain.base.printing import escape
-from mmtrain.engine.utilization import MEASURED
 from mmtrain.training.loop import use_algorithms
 
 STEPS = 4

@@ -28,6 +28,19 @@ from mmtrain.runtime.failures import RankProgress
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
 SECONDS_TO_END = 10.0  # that a job may take to end when one of its ranks is killed
 SECONDS_AFTER_TIMEOUT = 45.0  # the same after parallel.timeout_seconds where one is stopped
+# Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
+MEASURED = (
+    "seconds",
+    "tokens_per_second",
+    "idle_fraction",
+    "compute_seconds",
+    "communication_seconds",
+    "data_seconds",
+    "fetching_seconds",
+    "peak_memory_bytes",
+    "model_flops_utilization",
+    "time",
+)
 POLL = 0.0002  # seconds; a save of the demo is on its way for about 5 ms
 
 

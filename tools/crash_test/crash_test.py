@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launched
+from crash_job import MEASURED, SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launched
 
 from mmtrain.api.run import Run, load_config
 from mmtrain.base.durable import UNFINISHED
@@ -45,7 +45,6 @@ from mmtrain.checkpoint.step_folder import (
     why_damaged,
 )
 from mmtrain.config.load import DEMO
-from mmtrain.engine.utilization import MEASURED
 
 EXAMPLES = """\
 examples:
