@@ -39,15 +39,7 @@ from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import opened
 from mmtrain.exporting.published_files import Json, code_named_in, write_json
-from mmtrain.exporting.tensors import (
-    Progress,
-    Sources,
-    Tensors,
-    cast_to,
-    named,
-    require_space,
-    write_shards,
-)
+from mmtrain.exporting.tensors import Progress, Sources, Tensors, cast_to, named, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
@@ -66,7 +58,6 @@ from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"
-SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 
 @dataclass(frozen=True)
@@ -128,30 +119,11 @@ def export_hf(
     _untie(folder, tensors)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
-    _write_cast(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
+    write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
     form = "model" if about["vision"] else "text"
     shown["removed_code"] = code_named_in(models.llm_folder)
     write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, kept, shown.get("unmarked"))
-
-
-def _write_cast(
-    folder: Path,
-    tensors: Sources,
-    shard_bytes: int,
-    progress: Progress,
-) -> None:
-    """Write the tensors in files of `shard_bytes`; raises UserError where the disk is too small."""
-    done = 0
-    total = sum(source.nbytes for source in tensors.values())
-    require_space(folder, total + SMALL_FILES)
-
-    def show(size: int) -> None:
-        nonlocal done
-        done += size
-        progress("written and read again", done, total)
-
-    write_shards(folder, tensors, shard_bytes, show)
 
 
 def _untie(folder: Path, tensors: Sources) -> None:

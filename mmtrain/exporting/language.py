@@ -10,12 +10,11 @@ it is written, cast to the export's type once.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
@@ -30,7 +29,7 @@ from mmtrain.stock.stock_class import ExportedClass
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 # of every Llama saved before 2023; stock models compute it
-_OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
+_OLD_BUFFER = r"rotary_emb\.inv_freq$"
 _ROWS_AT_ONCE = 4096
 
 
@@ -63,7 +62,10 @@ def language_for_export(
     names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)
-    is_ignored = _ignored(model)
+    # a stock class would report tensors that the causal LM ignores
+    own_names = model.state_dict().keys()
+    patterns = (_OLD_BUFFER, *(model._keys_to_ignore_on_load_unexpected or ()))
+    is_ignored = re.compile("|".join(patterns)).search
     transposed = set()
     for name, module in model.named_modules():
         if isinstance(module, Conv1D):
@@ -74,7 +76,7 @@ def language_for_export(
     rows = 0
     for on_disk, place in files.items():
         name = names[on_disk]
-        if is_ignored(name):
+        if name not in own_names and is_ignored(name):
             continue
         source = stored(*place)
         global_name = canonical_name(loaded_name(config.model_type, name))
@@ -129,13 +131,6 @@ def take_merged(
         return weight.read().to(torch.float32) + update
 
     return TensorSource(torch.float32, weight.shape, read)
-
-
-def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test for tensors that the causal LM ignores but a stock class would report."""
-    own = model.state_dict().keys()
-    patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
-    return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
 
 
 def _with_rows(source: TensorSource, rows: int) -> TensorSource:

@@ -122,14 +122,13 @@ def write_processor(
     _save_tokenizer(stock, tokenizer, folder)
 
     transform = transform_of(models)
-    assert transform.image_size == encoder.image_size, (
-        f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    )
     write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": stock.processor_name, **stock.processor(models, encoder)}
-    write_json(folder / "processor_config.json", settings)
+    write_json(
+        folder / "processor_config.json",
+        {"processor_class": stock.processor_name, **stock.processor(models, encoder)},
+    )
 
     generation = _generation_settings(models.llm_folder, tokenizer, end)
     image_id = ids(layout.image_token)
@@ -157,8 +156,11 @@ def write_processor(
 
 def transform_of(models: Models) -> ImageTransform:
     """Return the preprocessing of a run's images."""
-    name, side = models.section.vision.name, models.layout.tile_size
-    return image_transform(name, models.image_fit, tile_size=side)
+    return image_transform(
+        models.section.vision.name,
+        models.image_fit,
+        tile_size=models.layout.tile_size,
+    )
 
 
 def _end_of_answers(template: Template, turns: Turns) -> int:
@@ -201,8 +203,7 @@ def _tokenizer_for_prompts(
             special_tokens=marks,
         )
     text = f"{image}\na red circle"
-    wanted = prefix + tokenizer(text, add_special_tokens=False).input_ids
-    if tokenizer(text).input_ids != wanted:
+    if tokenizer(text).input_ids != prefix + tokenizer(text, add_special_tokens=False).input_ids:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens "
             f"to a text that training does not add, and stock {stock.processor_name} would keep "
@@ -302,8 +303,10 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
                 "Use --format safetensors, which exports no tokenizer"
             )
     end = _end_of_answers(template, QUESTION)
-    generation = _generation_settings(models.llm_folder, tokenizer, end)
-    write_json(folder / "generation_config.json", generation)
+    write_json(
+        folder / "generation_config.json",
+        _generation_settings(models.llm_folder, tokenizer, end),
+    )
 
 
 def check_processor(exported: ExportedProcessor, folder: Path) -> None:

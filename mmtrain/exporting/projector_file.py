@@ -8,7 +8,6 @@ A run on text alone has trained.safetensors and trained.json.
 """
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.card import published
-from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.published_files import Json, write_json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
@@ -138,4 +137,4 @@ def write_projector_file(
         "dtype": str(dtype).removeprefix("torch."),
         "sha256": {file.name: sha256},
     }
-    file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    write_json(file.with_suffix(".json"), description)

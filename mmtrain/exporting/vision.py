@@ -27,8 +27,8 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 from pathlib import Path
 
 import timm
-import timm.layers
 import torch
+from timm import layers
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -69,12 +69,12 @@ KNOWN_MODULES = {
     VisionTransformer,
     Block,
     Attention,
-    timm.layers.Mlp,
-    timm.layers.PatchEmbed,
-    timm.layers.LayerScale,
-    timm.layers.LayerNorm,
-    timm.layers.DropPath,
-    timm.layers.PatchDropout,
+    layers.Mlp,
+    layers.PatchEmbed,
+    layers.LayerScale,
+    layers.LayerNorm,
+    layers.DropPath,
+    layers.PatchDropout,
     nn.Sequential,
     nn.Linear,
     nn.Conv2d,
@@ -140,8 +140,8 @@ def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
             raise UserError(
                 f"{idle} was trained, but the encoder {chosen.name} has no layer of this name"
             )
-    sources = waiting | merged
-    return {name.removeprefix("vision."): source.read() for name, source in sources.items()}
+    waiting |= merged
+    return {name.removeprefix("vision."): source.read() for name, source in waiting.items()}
 
 
 def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
@@ -359,15 +359,16 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
         if not usable:
             raise _unfit(name, f"has a {kind} as {path}")
     if len(epsilons) > 1:
-        listed = ", ".join(map(str, sorted(epsilons)))
-        raise _unfit(name, f"normalises with several epsilons, {listed}")
+        raise _unfit(
+            name,
+            f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}",
+        )
 
 
 def _activation(module: nn.Module) -> str | None:
     """Return transformers' name of an activation (`hidden_act`); None without an exact one."""
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
-    layers = timm.layers
     names = {
         layers.GELU: "gelu",
         layers.GELUTanh: "gelu_pytorch_tanh",

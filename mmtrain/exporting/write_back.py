@@ -61,8 +61,13 @@ def write_back(
         own = tensors[name]
         if global_name in waiting:
             own = _reshaped(waiting.pop(global_name), own.shape)
-        lora = models.section.lora
-        tensors[name] = take_merged(waiting, global_name, own, lora, transposed=False)
+        tensors[name] = take_merged(
+            waiting,
+            global_name,
+            own,
+            models.section.lora,
+            transposed=False,
+        )
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
 
     tokenizer = load_tokenizer(str(source))
