@@ -187,8 +187,12 @@ def _resume_point(
     here = checkpoint.path.resolve()
     for own in step_folders(folder):
         if own.resolve() == here:
-            branched_from = checkpoint.state["branched_from"]
-            return ResumePoint(StepFolder(own), True, tuple(allowed), branched_from)
+            return ResumePoint(
+                StepFolder(own),
+                True,
+                tuple(allowed),
+                checkpoint.state["branched_from"],
+            )
     if here.parent == (folder / CHECKPOINTS).resolve():
         raise UserError(
             f"{checkpoint.path} was set aside, or is not finished. To resume from it, rename it "
