@@ -180,9 +180,8 @@ def evaluations(run: RunRecord) -> Section:
     return Section("evaluations", title, says, (chart,), tables)
 
 
-def benchmark_rows(benchmarks: Iterable[Benchmark]) -> list[tuple[str, ...]]:
-    """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
-    rows = []
+def benchmark_rows(benchmarks: Iterable[Benchmark]) -> Iterator[tuple[str, ...]]:
+    """Yield (task, metric, score ± standard error, answers, step, versions) of each score."""
     for record in benchmarks:
         asked = number(record.answers)
         if record.limit:
@@ -192,8 +191,7 @@ def benchmark_rows(benchmarks: Iterable[Benchmark]) -> list[tuple[str, ...]]:
             score = number(value)
             if error is not None:
                 score += f" ± {number(error)}"
-            rows.append((record.task, metric, score, asked, number(record.step), versions))
-    return rows
+            yield record.task, metric, score, asked, number(record.step), versions
 
 
 def answers(run: RunRecord) -> Section:

@@ -16,7 +16,7 @@ from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
-from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings, StockClass, of_images
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, NestedClass, Settings, of_images
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
 
-class HyperCLOVAXVisionV2(StockClass):
+class HyperCLOVAXVisionV2(NestedClass):
     """HyperCLOVA X Think's class, with any LLM; its head multiplies logits by `logits_scaling`."""
 
     name = "HyperCLOVAXVisionV2"
@@ -46,8 +46,6 @@ class HyperCLOVAXVisionV2(StockClass):
     )
     encoder_names = "model.vision_model."
     connector_names = "model.vision_projector."
-    decoder_names = "model.language_model."
-    head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
         "model_type": "qwen2_5_vl_vision",
         "hidden_size": 8,
@@ -57,7 +55,6 @@ class HyperCLOVAXVisionV2(StockClass):
         "patch_size": 8,
         "out_hidden_size": 8,
     }
-    image_token_key = "image_token_id"
     image_processor = "Qwen2VLImageProcessor"
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
@@ -71,9 +68,6 @@ class HyperCLOVAXVisionV2(StockClass):
         return {**language, "logits_scaling": 1.0}
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
-        return {}
-
-    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
@@ -161,7 +155,7 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     final_norm = True
     encoders = ("VideoLlama3VisionModel",)
     connector_names = "model.projector.readout."
-    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "video_llama_3_vision"}
+    tiny_encoder: ClassVar = {**NestedClass.tiny_encoder, "model_type": "video_llama_3_vision"}
     image_processor = "VideoLlama3ImageProcessor"
     video_processor = "VideoLlama3VideoProcessor"
     merge_size = block = 1

@@ -78,8 +78,7 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        width = {self.width_key: models.published_llm.hidden_size}
-        return encoder.without(_BESIDE, **width)
+        return encoder.without(_BESIDE, **{self.width_key: models.published_llm.hidden_size})
 
 
 class Qwen3VL(Qwen2VL):
@@ -101,8 +100,8 @@ class Qwen3VL(Qwen2VL):
         if not name.startswith("deepstack."):
             return super().connector_name(name)
         _, number, module, kind = name.split(".")
-        stock_module = self.renamed.get(module, module)
-        return f"{self.encoder_names}deepstack_merger_list.{number}.{stock_module}.{kind}"
+        module = self.renamed.get(module, module)
+        return f"{self.encoder_names}deepstack_merger_list.{number}.{module}.{kind}"
 
 
 class Glm4v(Qwen3VL):

@@ -115,8 +115,7 @@ class Mistral3(LlavaPixtral):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size")
-        return {**super().read(folder), "factor": factor}
+        return {"factor": self.factor(folder, "spatial_merge_size"), **super().read(folder)}
 
 
 class LightOnOcr(Mistral3):
@@ -152,5 +151,4 @@ class LightOnOcr(Mistral3):
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size")
-        return {**self.size(folder), "factor": factor}
+        return {"factor": self.factor(folder, "spatial_merge_size"), **self.size(folder)}

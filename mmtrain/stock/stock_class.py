@@ -100,8 +100,10 @@ def _stock(name: str) -> Any:
     import transformers
 
     if (found := getattr(transformers, name, None)) is None:
-        installed = f"transformers {transformers.__version__} has no {name}"
-        raise UserError(f"{installed}. Install version {TESTED_TRANSFORMERS}, which has it")
+        raise UserError(
+            f"transformers {transformers.__version__} has no {name}. "
+            f"Install version {TESTED_TRANSFORMERS}, which has it"
+        )
     return found
 
 
@@ -262,8 +264,10 @@ class StockClass(ExportedClass):
         if vision.family.native is not None and not self.is_native:
             return f"{name} takes images of any size, but its class makes squares of them"
         if vision.prefix_tokens > 1:
-            before = f"{name} has {vision.prefix_tokens} tokens before its patches"
-            return f"{before}, but it reads all except a class token as patches"
+            return (
+                f"{name} has {vision.prefix_tokens} tokens before its patches, "
+                "but it reads all except a class token as patches"
+            )
         if kind == TIMM and TIMM not in self.encoders:
             shapes = {p.name.removeprefix("vision."): p.shape for p in vision.parameters}
             form = form_of(shapes, final_norm=self.final_norm)
@@ -387,8 +391,9 @@ class StockClass(ExportedClass):
         """
         import transformers
 
-        stock = getattr(transformers, self.processor_name)
-        processor = stock.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        processor = _stock(self.processor_name).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if self.has_pillow:
             processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, backend="pil"
@@ -403,7 +408,7 @@ class StockClass(ExportedClass):
         """Return the keys of model.vision, model.projector and data.image_fit for a folder."""
         llm = llm_shape(folder.path)
         folder.check()
-        keys: Keys = {
+        keys = {
             "final_norm": self.final_norm,
             "merger": self.merger,
             "layout": self.layouts[0],
@@ -442,3 +447,16 @@ class StockClass(ExportedClass):
         if type(value) is not int or value not in factors:
             raise unfit(CONFIG, key, said, f"a factor of {', '.join(map(str, factors))}")
         return None if value == 1 else value
+
+
+class NestedClass(StockClass):
+    """A class whose folders name its parts below `model.`, and the head beside it."""
+
+    encoder_names = "model.vision_tower."
+    connector_names = "model.multi_modal_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    image_token_key = "image_token_id"
+
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
+        return {}

@@ -47,13 +47,7 @@ def on_its_device(
     """Hook: move the arguments of GLM-4.1V's embeddings to the hidden states' device, where they
     are needed.
     """
-    device = taken[0].device
-    moved = []
-    for tensor in taken:
-        if tensor.device != device:
-            tensor = copied(tensor, device)
-        moved.append(tensor)
-    return tuple(moved)
+    return tuple(map(functools.partial(copied, device=taken[0].device), taken))
 
 
 class NativeTower(VisionTower):
@@ -123,8 +117,7 @@ class NativeTower(VisionTower):
             if received is not None:
                 taken = torch.cat([received[number] for number in numbers])
             own_cells = [cells[number] for number in numbers]
-            own_grids = [grids[number] for number in numbers]
-            output = self._call(taken, own_cells, own_grids)
+            output = self._call(taken, own_cells, [grids[number] for number in numbers])
             rows = output.reshape(-1, width).split([len(one) * per_cell for one in own_cells])
             for number, of_image in zip(numbers, rows, strict=True):
                 if self.is_last:

@@ -230,14 +230,11 @@ class ByDocument:
         short that a leak shows.
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
-        shape = (1, sum(_TRIED), hidden.shape[-1])
-        inputs = torch.randn(
-            shape,
-            generator=generator,
-            device=hidden.device,
-        )
-        upstream = torch.randn(
-            shape,
+        inputs, upstream = torch.randn(
+            2,
+            1,
+            sum(_TRIED),
+            hidden.shape[-1],
             generator=generator,
             device=hidden.device,
         )

@@ -94,12 +94,11 @@ def add_adapters(
     # In a list, which has no `config`: in a MoE model itself peft adapts every layer whose last
     # name is a target's.
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
-    transposed = any(type(layer) is Conv1D for layer in layers.values())
     described = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=pattern,
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=any(type(layer) is Conv1D for layer in layers.values()),
     )
     with torch.random.fork_rng(devices=[]):  # what peft draws is drawn anew below
         inject_adapter_in_model(described, nn.ModuleList([model]))

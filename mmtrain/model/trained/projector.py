@@ -19,7 +19,7 @@ from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.facts import connectors
 from mmtrain.facts.model_files import read_header
-from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.models import Models
 from mmtrain.model.trained.lora import generator_of
 from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
@@ -47,7 +47,7 @@ class PixelShuffle(nn.Module):
     def __init__(
         self,
         factor: int,
-        feature_first: bool = False,
+        feature_first: bool,
     ) -> None:
         super().__init__()
         self.factor = factor
@@ -201,8 +201,7 @@ def starting_projector(models: Models, seed: int) -> Projector:
     projector = make_projector(models.connector, seed)
     init_from = models.section.projector.init_from
     if init_from is not None:
-        tensors = projector.state_dict()
-        projector.load_state_dict(tensors | read_projector(init_from, models.connector))
+        projector.load_state_dict(read_projector(init_from, models.connector), strict=False)
     return projector
 
 
@@ -220,7 +219,7 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     trained = open_tensors({name: (name, file) for name in names})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
 
-    models = models_of(config)
+    models = checkpoint.models
     section = models.section.projector
     # Names are known without the models' files, but for how many blocks DeepStack takes.
     if connectors.has_deepstack(section):
@@ -295,7 +294,6 @@ def _read(files: ProjectorFiles) -> dict[str, Tensor]:
         entries = tensor_entries(source)
         wanted = {name: entries[name] for name in files.shapes}
     try:
-        lazy = open_tensors(wanted)
-        return {name: tensor[...] for name, tensor in lazy.items()}
+        return {name: tensor[...] for name, tensor in open_tensors(wanted).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None
