@@ -43,7 +43,7 @@ TENSORS, OPTIMIZER, STATE, MANIFEST = (
 )
 NAME = re.compile(r"step-(\d{8,})")
 
-STATE_KEYS: dict[str, Any] = {
+STATE_KEYS = {
     "step": int,  # updates made: the number of the next step
     "max_steps": int,
     "config": dict,

@@ -135,7 +135,7 @@ class Checkpointer:
         self._job: Callable[[], SaveResult] | None = None  # the latest, until it has succeeded
         self._pending: Future[SaveResult] | None = None
         self._failures = 0  # in a row
-        self._whole: set[Path] = set()  # step folders that need not be hashed again
+        self._whole = set()  # step folders that need not be hashed again
         self._scores: dict[int, float] = {}
         if self.writes and section.keep_best:
             self._scores = _recorded_scores(folder, section.keep_best)

@@ -66,12 +66,12 @@ KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 # that save_pretrained takes for settings of the tokenizer
 OF_THIS_LOADING = ("local_files_only", "is_local")
-CONVERSATIONS: tuple[Turns, ...] = (
+CONVERSATIONS = (
     PROBE,
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-QUESTION: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
+QUESTION = (("human", "What is this?"), ("gpt", "A red circle."))
 TEXTS = (QUESTION, (*QUESTION, ("human", "And that?"), ("gpt", "No\n1. é")))
 # (width, height) of pictures, in sides of a tile
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))

@@ -60,8 +60,8 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         "deepstack_visual_indexes": [],
     }
     # values of MROPE_MODELS, its own first
-    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
-    width_key: ClassVar[str] = "hidden_size"  # of vision_config: the LLM's width
+    text_models = ("qwen2_vl", "qwen2_5_vl")
+    width_key = "hidden_size"  # of vision_config: the LLM's width
 
     @property
     def encoders(self) -> tuple[str, ...]:  # type: ignore[override]

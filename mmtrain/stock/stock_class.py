@@ -113,7 +113,7 @@ class ExportedClass:
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     decoder_names: str  # what stands before the names of the LLM's decoder in its folder
-    mrope: bool = False  # whether its LLM uses M-RoPE
+    mrope = False  # whether its LLM uses M-RoPE
 
     @property
     def class_name(self) -> str:
@@ -136,33 +136,33 @@ class StockClass(ExportedClass):
 
     # ---- which runs it computes
     connectors: ClassVar[tuple[str, ...]]  # values of model.projector.type
-    final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
-    merger: ClassVar[bool] = False  # whether the encoder's own merger runs before the connector
-    last_block: ClassVar[bool] = False  # whether it takes the last block's output alone
+    final_norm = False  # whether it takes features behind the encoder's last norm
+    merger = False  # whether the encoder's own merger runs before the connector
+    last_block = False  # whether it takes the last block's output alone
     # whether its processor bounds the longest edge, not image tokens
-    bounds_edge: ClassVar[bool] = False
-    layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
+    bounds_edge = False
+    layouts = (Square.name,)  # values of model.vision.layout
     # values of data.image_fit that its processor can make of one square
-    fits: ClassVar[tuple[str, ...]] = ("resize",)
+    fits = ("resize",)
     # values of model.projector.factor, 1 for none
-    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
-    encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
-    not_encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it loads and cannot run
-    misplaced: ClassVar[frozenset[int]] = frozenset()  # patches a side that it places wrongly
+    factors = (1, 2, 3, 4)
+    encoders = ()  # kinds that it takes; all where none is named
+    not_encoders = ()  # kinds that it loads and cannot run
+    misplaced = frozenset()  # patches a side that it places wrongly
     largest_grid: ClassVar[int | None] = None  # patches a side up to which `misplaced` is known
     # model_type of classes that compute the same; a run may begin with theirs
-    also: ClassVar[tuple[str, ...]] = ()
+    also = ()
     # model_type of encoders in its folders that no family here has
-    own_encoders: ClassVar[tuple[str, ...]] = ()
+    own_encoders = ()
 
     # ---- its folder
     # what stands before the names of the encoder's tensors
-    encoder_names: ClassVar[str] = "vision_tower."
-    connector_names: ClassVar[str] = "multi_modal_projector."
+    encoder_names = "vision_tower."
+    connector_names = "multi_modal_projector."
     # modules of the connector that have other names on disk
     renamed: ClassVar[Mapping[str, str]] = {}
     decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
-    head_name: ClassVar[str] = "language_model.lm_head.weight"
+    head_name = "language_model.lm_head.weight"
     # A small encoder of the class's own, for trials of the LLM beside it.
     tiny_encoder: ClassVar[Mapping[str, Any]] = {
         "model_type": "clip_vision_model",
@@ -173,18 +173,18 @@ class StockClass(ExportedClass):
         "image_size": 8,
         "patch_size": 8,
     }
-    image_token_key: ClassVar[str] = "image_token_index"  # in config.json
-    video_token_key: ClassVar[str] = "video_token_id"
+    image_token_key = "image_token_index"  # in config.json
+    video_token_key = "video_token_id"
     mark_keys: ClassVar[Mapping[str, str]] = {}  # others in config.json, and their texts
-    image_processor: ClassVar[str] = "LlavaImageProcessor"
+    image_processor = "LlavaImageProcessor"
     # whether its image processor can resize with Pillow, as training does
-    has_pillow: ClassVar[bool] = True
+    has_pillow = True
     # whether its processor lets the tokenizer begin a text
-    adds_special_tokens: ClassVar[bool] = True
+    adds_special_tokens = True
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
     # that its processor counts; it must be neither padding nor in a text
     video_token: ClassVar[str | None] = None
-    more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
+    more_tokens = ()  # others that its processor adds to the tokenizer
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class Projector(nn.Module):
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
         super().__init__()
-        self._branches: list[list[nn.Module]] = [[]]  # modules in the order in which they run
+        self._branches = [[]]  # modules in the order in which they run
         self.factor = connectors.factor_of(operations)
         # (D,), which `arranged` puts between the positions that the projector makes
         self.image_newline: nn.Parameter | None = None

@@ -94,7 +94,7 @@ class StreamedLayer:
         """The layer is whole until `let_go`. `room` says where its buffer's memory comes from."""
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        self.homes: list[torch.Tensor] = []  # views of the buffer, one for each parameter
+        self.homes = []  # views of the buffer, one for each parameter
         sizes = [p.nbytes for p in self.parameters]
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
