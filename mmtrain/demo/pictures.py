@@ -66,9 +66,6 @@ class Scans:
             list(map(Image.fromarray, pixels[digits == digit])) for digit in range(DIGITS)
         ]
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def ink(self, digit: int, draw: random.Random) -> Image.Image:
         """Return a CELL x CELL mask, 255 where there is ink: a scan of `digit`, enlarged, turned
         and shifted a little.

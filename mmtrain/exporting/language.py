@@ -164,8 +164,12 @@ def _text_config(
     content |= _rope_of_transformers_4(content)
     # A default in one version of transformers may be none in another: what decides about tensors is
     # written down.
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
+    return {
+        **content,
+        "vocab_size": rows,
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+        "dtype": dtype,
+    }
 
 
 def _rope_of_transformers_4(content: Json) -> Json:

@@ -56,7 +56,6 @@ from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
 from mmtrain.facts.model_files import optional_json, read_json
 from mmtrain.facts.models import Models
-from mmtrain.layouts.layout import ImageLayout
 from mmtrain.stock.stock_class import StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from
@@ -86,7 +85,6 @@ class ExportedProcessor:
     token_keys: dict[str, int]  # of config.json
     new_tokens: tuple[str, ...]  # that the LLM's tokenizer does not have
     rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
-    layout: ImageLayout
     template: Template
     transform: ImageTransform
     stock: StockClass
@@ -147,7 +145,6 @@ def write_processor(
         token_keys,
         tuple(new),
         rows_needed,
-        layout,
         template,
         transform,
         stock,
@@ -318,7 +315,7 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     """
     side = exported.transform.image_size
     stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    square = exported.layout.tiling(side, side)
+    square = exported.template.layout.tiling(side, side)
     tolerance = TOLERANCE
     if min(square.rows, square.columns) > 1:  # enlarged by torchvision, which rounds otherwise
         tolerance = math.inf
@@ -353,13 +350,12 @@ def _fault(
     noise = np.random.default_rng(0)
     pictures = []
     for width, height in sizes:
-        pixels = noise.integers(0, 256, (height, width, 3), np.uint8)
-        pictures.append(Image.fromarray(pixels))
+        pictures.append(Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)))
     has_words = not isinstance(exported.template, PlainTemplate)
     for turns, document in documents_of(exported.template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
         tiles = transform.normalise(torch.cat([*map(transform.cut, shown, document.tilings)]))
-        needed = exported.stock.inputs(tiles, document.tilings, exported.layout)
+        needed = exported.stock.inputs(tiles, document.tilings, exported.template.layout)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         cases = [(turns[:1], document.input_ids[:begin])]
         if has_words:

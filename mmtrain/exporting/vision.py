@@ -99,18 +99,16 @@ def encoder_for_export(models: Models, trained: Tensors) -> ExportedEncoder:
     else:
         settings, tensors = _from_timm(model, chosen.name, trained, chosen.final_norm)
     family = FAMILIES[settings["model_type"]]
-    image_size = models.layout.tile_size
     patch_size = square(settings["patch_size"], "patches", chosen.name)
     settings["patch_size"] = patch_size
     # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
     if family.native is None:
-        settings["image_size"] = image_size
+        settings["image_size"] = models.layout.tile_size
     return ExportedEncoder(
-        config=settings,
-        tensors=tensors,
-        feature_layer=chosen.select_layer,
-        image_size=image_size,
-        patch_size=patch_size,
+        settings,
+        tensors,
+        chosen.select_layer,
+        patch_size,
         prefix_tokens=0 if family.class_token is None else 1,
     )
 
@@ -184,7 +182,6 @@ def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
         },
         tensors={f"timm_model.{own}": in_memory(tensor) for own, tensor in kept.items()},
         feature_layer=-1,
-        image_size=size,
         patch_size=model.patch_embed.patch_size[0],
         prefix_tokens=model.num_prefix_tokens,
     )
@@ -196,17 +193,18 @@ def _from_transformers(
     chosen: VisionSection,
 ) -> tuple[dict, Sources]:
     """Return configuration and tensors of an encoder of transformers, `trained` ones replaced."""
-    family = family_of(encoder_config(folder).get("model_type"), str(folder))
+    source = str(folder)
+    family = family_of(encoder_config(folder).get("model_type"), source)
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
     files = family.own(encoder_tensors(folder, tensor_entries(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
-    unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
+    unused = family.unused(chosen.final_norm, source, chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
     registers = family.prefix_tokens(shapes) - 1
     if registers > 0:
-        raise _unfit(str(folder), f"has {registers} {READ_AS_PATCHES}")
+        raise _unfit(source, f"has {registers} {READ_AS_PATCHES}")
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -238,7 +236,7 @@ def _from_transformers(
     own = {}
     for name, tensor in revert_weight_conversion(model, dict(trained)).items():
         own[name.removeprefix(OUTER)] = tensor
-    _with_trained(expected, own, str(folder))
+    _with_trained(expected, own, source)
     for name, tensor in own.items():
         tensors[name] = in_memory(tensor)
     if OUTER in family.outer:

@@ -121,7 +121,7 @@ def _processor(
         write_json(file, content)
     template = load_template(str(models.llm_folder), name, layout)
     image_token_id = template.tokenizer.convert_tokens_to_ids(layout.image_token)
-    processor = ExportedProcessor(image_token_id, {}, (), 0, layout, template, transform, stock)
+    processor = ExportedProcessor(image_token_id, {}, (), 0, template, transform, stock)
     if name == "chat":  # another one is not the folder's
         with foreign_files(f"{models.llm_folder}: its processor"):
             check_processor(processor, folder)

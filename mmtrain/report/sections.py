@@ -37,7 +37,6 @@ from mmtrain.report.records import LISTED, Benchmark, Evaluation, RankPlan, RunR
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
-MAX_PICTURES = 64  # of a question
 MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
 # kinds of a rank's time, and their colours
 TIMES = {
@@ -207,7 +206,7 @@ def answers(run: RunRecord) -> Section:
     for given in run.questions.values():
         *_, asked = given.values()
         pictures = []
-        for name in asked.pictures[:MAX_PICTURES]:
+        for name in asked.pictures:
             picture = read_picture(run.folder, name)
             if len(picture.source) > room:
                 picture = Picture(why="left out, so that the page stays small")

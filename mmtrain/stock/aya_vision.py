@@ -51,7 +51,7 @@ class AyaVision(StockClass):
             "img_patch_token": IMAGE_MARK,
             "patch_size": encoder.patch_size,
             "downsample_factor": models.factor,
-            "img_size": encoder.image_size,
+            "img_size": models.layout.tile_size,
             **texts,
         }
 

@@ -58,6 +58,7 @@ class HyperCLOVAXVisionV2(NestedClass):
     image_processor = "Qwen2VLImageProcessor"
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
+    text_keys: ClassVar = {"logits_scaling": 1.0}  # of text_config
     merge_size = 2  # of its processor
     block = 2  # patches a side that stand together
     frames = 1  # that its processor counts when it bounds pixels
@@ -65,7 +66,7 @@ class HyperCLOVAXVisionV2(NestedClass):
     patches = "c t dy dx"
 
     def text_config(self, language: Settings) -> Settings:
-        return {**language, "logits_scaling": 1.0}
+        return {**language, **self.text_keys}
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
@@ -158,11 +159,9 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     tiny_encoder: ClassVar = {**NestedClass.tiny_encoder, "model_type": "video_llama_3_vision"}
     image_processor = "VideoLlama3ImageProcessor"
     video_processor = "VideoLlama3VideoProcessor"
+    text_keys: ClassVar = {}
     merge_size = block = 1
     patches = "c dy dx"
-
-    def text_config(self, language: Settings) -> Settings:
-        return language
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         found = super().inputs(tiles, tilings, layout)
@@ -186,9 +185,7 @@ class Exaone45(HyperCLOVAXVisionV2):
         "model_type": "exaone4_5_vision",
         "num_key_value_heads": 1,
     }
-
-    def text_config(self, language: Settings) -> Settings:
-        return language
+    text_keys: ClassVar = {}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder.without("merger.", out_hidden_size=models.published_llm.hidden_size)

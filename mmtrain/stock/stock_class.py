@@ -69,7 +69,6 @@ class ExportedEncoder:
     tensors: Mapping[str, Any]
     # `vision_feature_layer`; -1 is the last block's output, without the final norm
     feature_layer: int
-    image_size: int  # pixels a side
     patch_size: int  # pixels a side
     # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
     prefix_tokens: int
@@ -153,7 +152,7 @@ class StockClass(ExportedClass):
     # model_type of classes that compute the same; a run may begin with theirs
     also = ()
     # model_type of encoders in its folders that no family here has
-    own_encoders = ()
+    own_encoders: ClassVar[tuple[str, ...]] = ()
 
     # ---- its folder
     # what stands before the names of the encoder's tensors

@@ -68,10 +68,9 @@ class NativeTower(VisionTower):
         native = family.native
         assert native is not None
         side = shape.image_size // shape.patch_size
-        has_class_token = family.class_token is not None
         super().__init__(
             model,
-            functools.partial(_features, native, side, has_class_token),
+            functools.partial(_features, native, side, family.class_token is not None),
             shape.width,
             shape.image_size,
             shape.patch_size,
@@ -220,13 +219,12 @@ def _tables(
     tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
-        windows = vision_utils.get_vision_window_index(
+        tables["window_index"], borders["window_seqlens"] = vision_utils.get_vision_window_index(
             sizes,
             block,
             model.window_size,
             model.patch_size,
         )
-        tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
         made = vision_utils.get_vision_interpolation_indices_and_weights(

@@ -241,8 +241,11 @@ def stock_config(
         config = kind.from_pretrained(folder)
     # Qwen's and GLM's: in transformers 5.17 they do not know the usual names
     if hasattr(config, "depth"):
-        usual = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-        kind.attribute_map = usual | kind.attribute_map
+        kind.attribute_map = {
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "depth",
+            **kind.attribute_map,
+        }
     return config
 
 

@@ -46,16 +46,14 @@ _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # sin
 
 # Arguments that layers hand on and that change nothing: the mask already says what sliding_window
 # and position_ids mean, the rest asks for outputs or caches that do not exist here.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache_position",
-        "is_causal",
-        "output_attentions",
-        "output_router_logits",
-        "position_ids",
-        "sliding_window",
-    }
-)
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_router_logits",
+    "position_ids",
+    "sliding_window",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +121,7 @@ class NoPadding(Tensor):
 
 
 _EQUALS = torch._C.TensorBase.__eq__  # what `mask == 1` calls
-_KEEP_TRUE = frozenset({Tensor.to, Tensor.__getitem__, Tensor.contiguous})
+_KEEP_TRUE = {Tensor.to, Tensor.__getitem__, Tensor.contiguous}
 
 
 @contextmanager
@@ -395,7 +393,7 @@ def _visible(
     j = torch.arange(keys, device=device)
     seen = i >= j
     if window is not None:
-        seen = seen & (i - j < window)
+        seen &= i - j < window
     return seen
 
 

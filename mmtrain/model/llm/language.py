@@ -596,8 +596,10 @@ def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
         section = [frequencies - height - width, height, width]
         rope = {**text["rope_parameters"], "mrope_section": section, **more}
         text |= {"model_type": f"{family}_text", "rope_parameters": rope}
-    tied = bool(getattr(language, "tie_word_embeddings", False))
-    return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
+    return transformers.CONFIG_MAPPING[family](
+        text_config=text,
+        tie_word_embeddings=bool(getattr(language, "tie_word_embeddings", False)),
+    )
 
 
 def is_mrope_class(config: PreTrainedConfig) -> bool:
@@ -639,8 +641,12 @@ def _set_options(config: PreTrainedConfig) -> None:
     """Switch off outputs that config.json may ask for and a stage does not return: they keep
     activations alive.
     """
-    names = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
-    for option in names:
+    for option in (
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "use_cache",
+    ):
         if getattr(config, option, False):
             setattr(config, option, False)
 

@@ -91,7 +91,7 @@ class Sequences:
         if len(groups) > 1:
             inverse = copied(torch.cat(in_groups).argsort(), device)
 
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        numbers = torch.repeat_interleave(lengths)[None]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         borders = {
             "cu_seq_lens_q": copied(offsets.int(), device),

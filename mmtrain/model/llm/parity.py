@@ -125,10 +125,15 @@ def measure_differences(
     streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     for i, (first, last) in enumerate(pairwise(borders)):
-        is_last = i == len(cut_points)
-        trial.slices.append(
-            slice_of(model, first, last, embedding=i == 0, head=is_last, streamed=streamed)
+        part = slice_of(
+            model,
+            first,
+            last,
+            embedding=i == 0,
+            head=i == len(cut_points),
+            streamed=streamed,
         )
+        trial.slices.append(part)
     sliced = trial.run(trial.staged)
     return Differences(
         _largest_difference(sliced, unsliced),

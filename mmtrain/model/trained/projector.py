@@ -182,7 +182,7 @@ def make_projector(
         projector = Projector(operations)
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
+            value = torch.full(parameter.shape, float(name == "weight"))
             path = f"{module_name}.{name}".lstrip(".")
             generator = generator_of(f"{seed}/projector/{path}")
             if isinstance(module, nn.Linear):

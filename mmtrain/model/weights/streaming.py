@@ -134,7 +134,7 @@ class StreamedLayers:
         self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
         self.before_wait: Wait = lambda: None  # called around each wait for a fetch
         self.after_wait: Wait = lambda: None
-        self._whole: list[int] = []  # there, or on their way
+        self._whole = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
         self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
