@@ -100,4 +100,4 @@ def distance(ours: Tensor, expected: Tensor) -> float:
     ours = ours.double().cpu()
     expected = expected.double().cpu()
     ratio = float((ours - expected).norm() / expected.norm())
-    return float("inf") if math.isnan(ratio) else ratio
+    return math.inf if math.isnan(ratio) else ratio

@@ -77,9 +77,6 @@ class CausalClass(ExportedClass):
         self.model_class = llm_class(causal_config(folder))
         self.decoder_names = f"{self.model_class.base_model_prefix}."
 
-    def language_name(self, name: str, base: str) -> str:
-        return name
-
 
 def export_hf(
     checkpoint: StepFolder,

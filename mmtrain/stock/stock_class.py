@@ -120,7 +120,7 @@ class ExportedClass:
 
     def language_name(self, name: str, base: str) -> str:
         """Return the name on disk of an LLM's tensor `name`, of its own class around `base`."""
-        raise NotImplementedError
+        return name
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         """Return the stock model's inputs for a sample's images, of tiles (N, 3, S, S) float32."""
