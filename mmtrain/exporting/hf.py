@@ -38,7 +38,7 @@ from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import opened
-from mmtrain.exporting.published_files import Json, code_named_in, write_json
+from mmtrain.exporting.published_files import code_named_in, write_json
 from mmtrain.exporting.tensors import Progress, Sources, Tensors, cast_to, named, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import Written, write_back
@@ -54,7 +54,7 @@ from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import class_of, whole_of
-from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
+from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, Settings, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"
@@ -266,7 +266,7 @@ class _MetaTensor(torch.Tensor):
 
 def refuse_loading_faults(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     tensors: Sources,
 ) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
@@ -345,7 +345,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 def kept_in_float32(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     names: Collection[str],
     dtype: torch.dtype,
 ) -> set[str]:
@@ -363,9 +363,9 @@ def kept_in_float32(
 
 def _load(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     tensors: Tensors,
-) -> tuple[PreTrainedModel, Json]:
+) -> tuple[PreTrainedModel, Settings]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

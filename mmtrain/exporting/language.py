@@ -19,13 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
 from mmtrain.model.weights.files import tensor_entries
-from mmtrain.stock.stock_class import ExportedClass
+from mmtrain.stock.stock_class import ExportedClass, Settings
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 # of every Llama saved before 2023; stock models compute it
@@ -37,7 +36,7 @@ _ROWS_AT_ONCE = 4096
 class ExportedLanguage:
     """The LLM's part of an exported folder."""
 
-    config: Json  # text_config
+    config: Settings  # text_config
     tensors: Sources  # by their names in the folder
     added_rows: int  # that the embedding gained
 
@@ -153,7 +152,7 @@ def _text_config(
     config: PreTrainedConfig,
     rows: int,
     dtype: str,
-) -> Json:
+) -> Settings:
     """Return the LLM's own config.json with its new rows and dtype."""
     if is_mrope_class(config):
         content = config.text_config.to_dict()
@@ -172,7 +171,7 @@ def _text_config(
     }
 
 
-def _rope_of_transformers_4(content: Json) -> Json:
+def _rope_of_transformers_4(content: Settings) -> Settings:
     """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
     # by layer type: families that version 4 has no keys for

@@ -51,12 +51,12 @@ from mmtrain.exporting.chat_template import (
     exported_chat_template,
     load_template,
 )
-from mmtrain.exporting.published_files import Json, copy_files, write_json
+from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
 from mmtrain.facts.model_files import optional_json, read_json
 from mmtrain.facts.models import Models
-from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_class import Settings, StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from
 # the evaluation's.
@@ -262,7 +262,7 @@ def _generation_settings(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     end: int,
-) -> Json:
+) -> Settings:
     """Return generation_config.json: greedy, ended as answers are."""
     own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")

@@ -17,10 +17,11 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.card import published
-from mmtrain.exporting.published_files import Json, write_json
+from mmtrain.exporting.published_files import write_json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.connectors import Linear, connector, reduction
 from mmtrain.facts.model_files import read_header
+from mmtrain.facts.settings import Settings
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
 from mmtrain.stock.exporters import refuse_unfit_format
@@ -28,7 +29,7 @@ from mmtrain.stock.exporters import refuse_unfit_format
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
-def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
+def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
     """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
     Scores are from the run's metrics, if they are beside it. A run on text alone has None for
@@ -78,7 +79,7 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
     }
 
 
-def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Json]:
+def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Settings]:
     """Return `run_tensors` and `origin`; raises UserError where a format cannot hold them."""
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
@@ -99,7 +100,7 @@ def run_tensors(checkpoint: StepFolder) -> Sources:
     return tensors
 
 
-def _evaluation(checkpoint: StepFolder, kind: str) -> Json | None:
+def _evaluation(checkpoint: StepFolder, kind: str) -> Settings | None:
     """Return the scores of the run's evaluation at the checkpoint's step; None without one."""
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
@@ -120,7 +121,7 @@ def export_projector_file(
 
 
 def write_projector_file(
-    about: Json,
+    about: Settings,
     folder: Path,
     tensors: Sources,
     dtype: torch.dtype,

@@ -132,8 +132,8 @@ class StreamedLayers:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
         self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
-        self.before_wait: Wait = lambda: None  # called around each wait for a fetch
-        self.after_wait: Wait = lambda: None
+        self.before_wait = lambda: None  # called around each wait for a fetch
+        self.after_wait = lambda: None
         self._whole = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
