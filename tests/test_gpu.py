@@ -160,7 +160,7 @@ def test_packs_of_other_lengths_build_no_kernels():
 def time_new_lengths(device: str) -> None:
     """Time packed attention over packs whose lengths are new, and over the same packs again."""
     draw, new, again = random.Random(0), [], []
-    states = attention._states(0, torch.device(device), torch.bfloat16)
+    states = attention._states(torch.device(device), torch.bfloat16)
     for _ in range(8):
         borders = [
             0,

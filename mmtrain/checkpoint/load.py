@@ -74,11 +74,11 @@ def load_init_from(config: RunConfig, names: Collection[str]) -> Tensors:
 
 def _distribute(stored: Readers, wanted: list[list[str]]) -> Tensors:
     """Return this rank's wanted weights and their optimizer state, from rank 0's `stored`."""
-    tensors: Tensors = {}
+    tensors = {}
     rank = dist.get_rank()
     if rank > 0:
         if wanted[rank]:
-            shapes: list[Any] = [None]
+            shapes = [None]
             dist.recv_object_list(shapes, 0)
             for name, shape in shapes[0].items():
                 tensors[name] = torch.empty(shape, dtype=torch.float32)

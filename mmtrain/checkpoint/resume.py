@@ -59,7 +59,7 @@ class ResumePoint:
 
     checkpoint: StepFolder
     is_own: bool  # of this run, not of another one from which it branches
-    allowed: tuple[str, ...]  # keys and sections that --allow-change names
+    allowed: Sequence[str]  # keys and sections that --allow-change names
     branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
 
     def refuse_other_contents(
@@ -187,14 +187,18 @@ def _resume_point(
     here = checkpoint.path.resolve()
     for own in step_folders(folder):
         if own.resolve() == here:
-            branched_from = checkpoint.state["branched_from"]
-            return ResumePoint(StepFolder(own), True, tuple(allowed), branched_from)
+            return ResumePoint(
+                StepFolder(own),
+                True,
+                allowed,
+                checkpoint.state["branched_from"],
+            )
     if here.parent == (folder / CHECKPOINTS).resolve():
         raise UserError(
             f"{checkpoint.path} was set aside, or is not finished. To resume from it, rename it "
             f"step-{checkpoint.step:08d}"
         )
-    return ResumePoint(checkpoint, False, tuple(allowed), branched_from=checkpoint.fingerprint)
+    return ResumePoint(checkpoint, False, allowed, checkpoint.fingerprint)
 
 
 def _refuse_lost_checkpoints(folder: Path) -> None:

@@ -129,7 +129,7 @@ def go_back(folder: Path, to: StepFolder | None) -> None:
     `to` None: back to nothing. Call it when everything else that could stop the run has been
     checked.
     """
-    lengths: dict[str, int] = {}
+    lengths = {}
     step = 0
     if to is not None:
         lengths = to.state["files"]
@@ -176,11 +176,10 @@ def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     path = folder / name
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        lost = (
-            f"{length - size:,} bytes shorter than when the checkpoint was saved; "
+        _log.warning(
+            f"{path} is {length - size:,} bytes shorter than when the checkpoint was saved; "
             "these records are lost"
         )
-        _log.warning(f"{path} is {lost}")
         length = 0
         if size:  # whole lines are kept
             length = path.read_bytes().rfind(b"\n") + 1

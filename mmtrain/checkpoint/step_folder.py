@@ -43,7 +43,7 @@ TENSORS, OPTIMIZER, STATE, MANIFEST = (
 )
 NAME = re.compile(r"step-(\d{8,})")
 
-STATE_KEYS: dict[str, Any] = {
+STATE_KEYS = {
     "step": int,  # updates made: the number of the next step
     "max_steps": int,
     "config": dict,
@@ -215,7 +215,7 @@ def step_folders(run: Path) -> list[Path]:
 
 def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
     """Return a run's newest whole checkpoint, held, and the damage of each newer one."""
-    damaged: dict[Path, str] = {}
+    damaged = {}
     for path in step_folders(run):
         held = _hold(path)
         why = why_damaged(path)
@@ -305,12 +305,14 @@ def _hold(path: Path) -> BinaryIO | None:
 
 def _manifest(entries: Mapping[str, Any]) -> str:
     """Return the manifest's text, whose last line is the checksum of the rest."""
-    content = {"format": FORMAT, "files": dict(entries)}
+    content = {"format": FORMAT, "files": entries}
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
 
 
 def _entry(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -58,7 +57,7 @@ def run_state(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the part of a checkpoint's state that is the same at every step of a run."""
-    recompute: list[int] = []
+    recompute = []
     for rank in plan.ranks:
         if rank.data == 0:
             recompute += [stage.recompute_layers for stage in rank.stages]
@@ -136,7 +135,7 @@ class Checkpointer:
         self._job: Callable[[], SaveResult] | None = None  # the latest, until it has succeeded
         self._pending: Future[SaveResult] | None = None
         self._failures = 0  # in a row
-        self._whole: set[Path] = set()  # step folders that need not be hashed again
+        self._whole = set()  # step folders that need not be hashed again
         self._scores: dict[int, float] = {}
         if self.writes and section.keep_best:
             self._scores = _recorded_scores(folder, section.keep_best)
@@ -177,20 +176,26 @@ class Checkpointer:
         self._wait()
         self.saved = step
         self._saved_at = time.monotonic()
-        own: Tensors = {}
+        own = {}
         if self.contributes:
-            own = {**weights, **optimizer}
+            own = weights | optimizer
         tensors, notes = self._collect(own, trained)
         if not self.writes:
             return
 
         for name, tensor in tensors.items():
-            if not _is_finite(tensor):
+            # the sum is faster, but may overflow
+            if not (tensor.sum().isfinite() or tensor.isfinite().all()):
                 raise ValueError(
                     f"{name} is not finite after {step} updates and was not saved. {self.kept()}"
                 )
-        lengths = {file.name: file.stat().st_size for file in self._records()}
-        content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": lengths}
+        content = {
+            "format": FORMAT,
+            "step": step,
+            **state,
+            "trained": notes,
+            "files": {file.name: file.stat().st_size for file in self._records()},
+        }
         text = json.dumps(without_nan(content), indent=1) + "\n"
         self._job = functools.partial(self._write, step, tensors, text)
         self._pending = self._executor.submit(self._job)
@@ -249,12 +254,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         """Finish the last good save first where the run ends with NaN or infinity.
 
         All ranks end so then.
@@ -293,8 +293,8 @@ class Checkpointer:
 
         Tensors travel one by one: a gather would need the largest rank's bytes for every rank.
         """
-        tensors: Tensors = {}
-        notes: dict[str, Any] = {}
+        tensors = {}
+        notes = {}
         if self.writes:
             tensors = {name: _copied(tensor) for name, tensor in own.items()}
             notes |= trained
@@ -362,11 +362,6 @@ class Checkpointer:
         if path not in self._whole and why_damaged(path) is None:
             self._whole.add(path)
         return path in self._whole
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; the sum is faster, but may overflow."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _copied(tensor: Tensor) -> Tensor:

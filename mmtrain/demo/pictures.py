@@ -37,7 +37,7 @@ GROUND = 60  # brightest ground, of 255
 SHEET_TILES = 4
 
 Use = Literal["encoder", "projector", "held-out"]
-SHARES: dict[Use, float] = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
+SHARES = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
 
 
 class Scans:
@@ -65,9 +65,6 @@ class Scans:
         self._by_digit = [
             list(map(Image.fromarray, pixels[digits == digit])) for digit in range(DIGITS)
         ]
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def ink(self, digit: int, draw: random.Random) -> Image.Image:
         """Return a CELL x CELL mask, 255 where there is ink: a scan of `digit`, enlarged, turned

@@ -116,8 +116,8 @@ def losses_of(run: Path) -> list[float]:
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference; infinite for NaN, and for fewer or more losses."""
     if len(losses) != len(expected):
-        return float("inf")
+        return math.inf
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(losses, expected, strict=True)]
     if any(map(math.isnan, differences)):
-        return float("inf")
+        return math.inf
     return max(differences)

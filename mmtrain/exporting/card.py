@@ -18,9 +18,9 @@ import yaml
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import read_limited
-from mmtrain.exporting.published_files import Json
 from mmtrain.facts.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.facts.model_files import HUB_ID, find_model_folder
+from mmtrain.facts.settings import Settings
 from mmtrain.model.trained.projector import PROJECTOR
 
 # nothing that Markdown or HTML reads
@@ -36,7 +36,7 @@ FRONT = {
 
 
 def write_card(
-    folder: Path, about: Json, form: str, *, is_whole: bool = False, **context: Any
+    folder: Path, about: Settings, form: str, *, is_whole: bool = False, **context: Any
 ) -> None:
     """Write README.md in a `form` of the template, which says what it shows of the `context`.
 
@@ -82,7 +82,7 @@ def write_card(
     (folder / "README.md").write_text(text)
 
 
-def published(about: Json) -> Json:
+def published(about: Settings) -> Settings:
     """Return `origin` with the models' names without the folders of this machine."""
     shown = dict(about)
     for key in MODELS:

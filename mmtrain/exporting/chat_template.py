@@ -50,7 +50,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 # blocks that change nothing, in place of marks
 HARMLESS = {"generation": "if true", "endgeneration": "endif"}
-CONVERSATIONS: tuple[Turns, ...] = (
+CONVERSATIONS = (
     PROBE,
     (("human", "Hello"), ("gpt", "Hi.")),
     (

@@ -38,16 +38,8 @@ from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.language import ROWS, language_for_export
 from mmtrain.exporting.processor import check_processor, write_processor, write_tokenizer
 from mmtrain.exporting.projector_file import opened
-from mmtrain.exporting.published_files import Json, code_named_in, write_json
-from mmtrain.exporting.tensors import (
-    Progress,
-    Sources,
-    Tensors,
-    cast_to,
-    named,
-    require_space,
-    write_shards,
-)
+from mmtrain.exporting.published_files import code_named_in, write_json
+from mmtrain.exporting.tensors import Progress, Sources, Tensors, cast_to, named, write_shards
 from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped_timm_encoder
 from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
@@ -62,11 +54,10 @@ from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.exporters import class_of, whole_of
-from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, StockClass
+from mmtrain.stock.stock_class import WHAT_WORKS, ExportedClass, Settings, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"
-SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 
 @dataclass(frozen=True)
@@ -85,9 +76,6 @@ class CausalClass(ExportedClass):
         self.config_class = type(causal_config(folder))
         self.model_class = llm_class(causal_config(folder))
         self.decoder_names = f"{self.model_class.base_model_prefix}."
-
-    def language_name(self, name: str, base: str) -> str:
-        return name
 
 
 def export_hf(
@@ -128,30 +116,11 @@ def export_hf(
     _untie(folder, tensors)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
-    _write_cast(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
+    write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
     form = "model" if about["vision"] else "text"
     shown["removed_code"] = code_named_in(models.llm_folder)
     write_card(folder, about, form, dtype=stored_as, is_whole=is_whole, **shown)
     return ExportedModel(stock, folder, kept, shown.get("unmarked"))
-
-
-def _write_cast(
-    folder: Path,
-    tensors: Sources,
-    shard_bytes: int,
-    progress: Progress,
-) -> None:
-    """Write the tensors in files of `shard_bytes`; raises UserError where the disk is too small."""
-    done = 0
-    total = sum(source.nbytes for source in tensors.values())
-    require_space(folder, total + SMALL_FILES)
-
-    def show(size: int) -> None:
-        nonlocal done
-        done += size
-        progress("written and read again", done, total)
-
-    write_shards(folder, tensors, shard_bytes, show)
 
 
 def _untie(folder: Path, tensors: Sources) -> None:
@@ -297,7 +266,7 @@ class _MetaTensor(torch.Tensor):
 
 def refuse_loading_faults(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     tensors: Sources,
 ) -> None:
     """Raise UserError unless the stock model of `config` loads exactly these tensors.
@@ -376,7 +345,7 @@ def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
 
 def kept_in_float32(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     names: Collection[str],
     dtype: torch.dtype,
 ) -> set[str]:
@@ -394,9 +363,9 @@ def kept_in_float32(
 
 def _load(
     stock: ExportedClass,
-    config: Json,
+    config: Settings,
     tensors: Tensors,
-) -> tuple[PreTrainedModel, Json]:
+) -> tuple[PreTrainedModel, Settings]:
     with quiet():
         return stock.model_class.from_pretrained(
             None,

@@ -10,27 +10,25 @@ it is written, cast to the export's type once.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
 from mmtrain.model.weights.files import tensor_entries
-from mmtrain.stock.stock_class import ExportedClass
+from mmtrain.stock.stock_class import ExportedClass, Settings
 
 ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 # of every Llama saved before 2023; stock models compute it
-_OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")
+_OLD_BUFFER = r"rotary_emb\.inv_freq$"
 _ROWS_AT_ONCE = 4096
 
 
@@ -38,7 +36,7 @@ _ROWS_AT_ONCE = 4096
 class ExportedLanguage:
     """The LLM's part of an exported folder."""
 
-    config: Json  # text_config
+    config: Settings  # text_config
     tensors: Sources  # by their names in the folder
     added_rows: int  # that the embedding gained
 
@@ -63,7 +61,10 @@ def language_for_export(
     names = full_names(config.model_type, files)
     with torch.device("meta"):
         model = stock(config)
-    is_ignored = _ignored(model)
+    # a stock class would report tensors that the causal LM ignores
+    own_names = model.state_dict().keys()
+    patterns = (_OLD_BUFFER, *(model._keys_to_ignore_on_load_unexpected or ()))
+    is_ignored = re.compile("|".join(patterns)).search
     transposed = set()
     for name, module in model.named_modules():
         if isinstance(module, Conv1D):
@@ -74,7 +75,7 @@ def language_for_export(
     rows = 0
     for on_disk, place in files.items():
         name = names[on_disk]
-        if is_ignored(name):
+        if name not in own_names and is_ignored(name):
             continue
         source = stored(*place)
         global_name = canonical_name(loaded_name(config.model_type, name))
@@ -131,13 +132,6 @@ def take_merged(
     return TensorSource(torch.float32, weight.shape, read)
 
 
-def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test for tensors that the causal LM ignores but a stock class would report."""
-    own = model.state_dict().keys()
-    patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
-    return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
-
-
 def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     """Extend the matrix (V, D) to `rows` rows; new ones are the mean of its V."""
     have, *rest = source.shape
@@ -158,7 +152,7 @@ def _text_config(
     config: PreTrainedConfig,
     rows: int,
     dtype: str,
-) -> Json:
+) -> Settings:
     """Return the LLM's own config.json with its new rows and dtype."""
     if is_mrope_class(config):
         content = config.text_config.to_dict()
@@ -169,11 +163,15 @@ def _text_config(
     content |= _rope_of_transformers_4(content)
     # A default in one version of transformers may be none in another: what decides about tensors is
     # written down.
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
+    return {
+        **content,
+        "vocab_size": rows,
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+        "dtype": dtype,
+    }
 
 
-def _rope_of_transformers_4(content: Json) -> Json:
+def _rope_of_transformers_4(content: Settings) -> Settings:
     """Return version 5's rope_parameters in keys of version 4, which else uses its defaults."""
     rope = content.get("rope_parameters")
     # by layer type: families that version 4 has no keys for

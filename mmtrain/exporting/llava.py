@@ -23,10 +23,10 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.connectors import NEWLINE
 from mmtrain.exporting.card import published
 from mmtrain.exporting.projector_file import opened
-from mmtrain.exporting.published_files import Json
 from mmtrain.exporting.tensors import require_space
 from mmtrain.facts.families import llm_config
 from mmtrain.facts.models import Models
+from mmtrain.facts.settings import Settings
 from mmtrain.layouts.anyres import Anyres
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.model.trained.projector import PROJECTOR
@@ -76,7 +76,7 @@ def export_llava(
         raise OSError(f"{folder / FILE}: does not read back as written. Check the disk")
 
 
-def _config(about: Json, models: Models) -> Json:
+def _config(about: Settings, models: Models) -> Settings:
     """Return the LLM's config.json with LLaVA's keys."""
     llm = llm_config(models.llm_folder)
     # "patch" drops the first token, which must then be a class token
@@ -101,7 +101,7 @@ def _config(about: Json, models: Models) -> Json:
     }
 
 
-def _image_keys(about: Json, layout: ImageLayout) -> Json:
+def _image_keys(about: Settings, layout: ImageLayout) -> Settings:
     """Return LLaVA's settings of images; its grids are (width, height), in our order of ties."""
     if not isinstance(layout, Anyres):
         # LLaVA stretches no image

@@ -51,13 +51,12 @@ from mmtrain.exporting.chat_template import (
     exported_chat_template,
     load_template,
 )
-from mmtrain.exporting.published_files import Json, copy_files, write_json
+from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.facts.families import OWN_CACHE, llm_config
 from mmtrain.facts.model_files import optional_json, read_json
 from mmtrain.facts.models import Models
-from mmtrain.layouts.layout import ImageLayout
-from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_class import Settings, StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from
 # the evaluation's.
@@ -66,12 +65,12 @@ KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 # that save_pretrained takes for settings of the tokenizer
 OF_THIS_LOADING = ("local_files_only", "is_local")
-CONVERSATIONS: tuple[Turns, ...] = (
+CONVERSATIONS = (
     PROBE,
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-QUESTION: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
+QUESTION = (("human", "What is this?"), ("gpt", "A red circle."))
 TEXTS = (QUESTION, (*QUESTION, ("human", "And that?"), ("gpt", "No\n1. é")))
 # (width, height) of pictures, in sides of a tile
 SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))
@@ -86,7 +85,6 @@ class ExportedProcessor:
     token_keys: dict[str, int]  # of config.json
     new_tokens: tuple[str, ...]  # that the LLM's tokenizer does not have
     rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
-    layout: ImageLayout
     template: Template
     transform: ImageTransform
     stock: StockClass
@@ -122,14 +120,13 @@ def write_processor(
     _save_tokenizer(stock, tokenizer, folder)
 
     transform = transform_of(models)
-    assert transform.image_size == encoder.image_size, (
-        f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    )
     write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
     if (video := stock.video_settings(transform)) is not None:
         write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": stock.processor_name, **stock.processor(models, encoder)}
-    write_json(folder / "processor_config.json", settings)
+    write_json(
+        folder / "processor_config.json",
+        {"processor_class": stock.processor_name, **stock.processor(models, encoder)},
+    )
 
     generation = _generation_settings(models.llm_folder, tokenizer, end)
     image_id = ids(layout.image_token)
@@ -148,7 +145,6 @@ def write_processor(
         token_keys,
         tuple(new),
         rows_needed,
-        layout,
         template,
         transform,
         stock,
@@ -157,8 +153,11 @@ def write_processor(
 
 def transform_of(models: Models) -> ImageTransform:
     """Return the preprocessing of a run's images."""
-    name, side = models.section.vision.name, models.layout.tile_size
-    return image_transform(name, models.image_fit, tile_size=side)
+    return image_transform(
+        models.section.vision.name,
+        models.image_fit,
+        tile_size=models.layout.tile_size,
+    )
 
 
 def _end_of_answers(template: Template, turns: Turns) -> int:
@@ -201,8 +200,7 @@ def _tokenizer_for_prompts(
             special_tokens=marks,
         )
     text = f"{image}\na red circle"
-    wanted = prefix + tokenizer(text, add_special_tokens=False).input_ids
-    if tokenizer(text).input_ids != wanted:
+    if tokenizer(text).input_ids != prefix + tokenizer(text, add_special_tokens=False).input_ids:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens "
             f"to a text that training does not add, and stock {stock.processor_name} would keep "
@@ -264,7 +262,7 @@ def _generation_settings(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     end: int,
-) -> Json:
+) -> Settings:
     """Return generation_config.json: greedy, ended as answers are."""
     own = optional_json(folder, "generation_config.json")
     own_ends = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
@@ -302,8 +300,10 @@ def write_tokenizer(models: Models, name: str, folder: Path) -> None:
                 "Use --format safetensors, which exports no tokenizer"
             )
     end = _end_of_answers(template, QUESTION)
-    generation = _generation_settings(models.llm_folder, tokenizer, end)
-    write_json(folder / "generation_config.json", generation)
+    write_json(
+        folder / "generation_config.json",
+        _generation_settings(models.llm_folder, tokenizer, end),
+    )
 
 
 def check_processor(exported: ExportedProcessor, folder: Path) -> None:
@@ -315,7 +315,7 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     """
     side = exported.transform.image_size
     stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    square = exported.layout.tiling(side, side)
+    square = exported.template.layout.tiling(side, side)
     tolerance = TOLERANCE
     if min(square.rows, square.columns) > 1:  # enlarged by torchvision, which rounds otherwise
         tolerance = math.inf
@@ -350,13 +350,12 @@ def _fault(
     noise = np.random.default_rng(0)
     pictures = []
     for width, height in sizes:
-        pixels = noise.integers(0, 256, (height, width, 3), np.uint8)
-        pictures.append(Image.fromarray(pixels))
+        pictures.append(Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)))
     has_words = not isinstance(exported.template, PlainTemplate)
     for turns, document in documents_of(exported.template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
         tiles = transform.normalise(torch.cat([*map(transform.cut, shown, document.tilings)]))
-        needed = exported.stock.inputs(tiles, document.tilings, exported.layout)
+        needed = exported.stock.inputs(tiles, document.tilings, exported.template.layout)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         cases = [(turns[:1], document.input_ids[:begin])]
         if has_words:

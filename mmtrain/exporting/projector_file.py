@@ -8,7 +8,6 @@ A run on text alone has trained.safetensors and trained.json.
 """
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -19,10 +18,11 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.connectors import Linear
 from mmtrain.exporting.card import published
-from mmtrain.exporting.published_files import Json
+from mmtrain.exporting.published_files import write_json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.projector import connector, reduction
+from mmtrain.facts.settings import Settings
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
 from mmtrain.stock.exporters import refuse_unfit_format
@@ -30,7 +30,7 @@ from mmtrain.stock.exporters import refuse_unfit_format
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
-def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
+def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
     """Describe a checkpoint and its `run_tensors` as JSON values, which every format records.
 
     Scores are from the run's metrics, if they are beside it. A run on text alone has None for
@@ -80,7 +80,7 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Json:
     }
 
 
-def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Json]:
+def opened(checkpoint: StepFolder, form: str) -> tuple[Sources, Settings]:
     """Return `run_tensors` and `origin`; raises UserError where a format cannot hold them."""
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
@@ -101,7 +101,7 @@ def run_tensors(checkpoint: StepFolder) -> Sources:
     return tensors
 
 
-def _evaluation(checkpoint: StepFolder, kind: str) -> Json | None:
+def _evaluation(checkpoint: StepFolder, kind: str) -> Settings | None:
     """Return the scores of the run's evaluation at the checkpoint's step; None without one."""
     scores = None
     for record in recorded(checkpoint.run / METRICS, kind):
@@ -122,7 +122,7 @@ def export_projector_file(
 
 
 def write_projector_file(
-    about: Json,
+    about: Settings,
     folder: Path,
     tensors: Sources,
     dtype: torch.dtype,
@@ -139,4 +139,4 @@ def write_projector_file(
         "dtype": str(dtype).removeprefix("torch."),
         "sha256": {file.name: sha256},
     }
-    file.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    write_json(file.with_suffix(".json"), description)

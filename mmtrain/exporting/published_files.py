@@ -17,7 +17,6 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.facts.model_files import foreign_files, optional_json
 from mmtrain.facts.tokenizer_files import CONFIGURATIONS, published_files
 
-Json = dict[str, Any]  # what a file of JSON holds
 # Keys by which transformers finds code, in a folder or on the hub, to run it.
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 

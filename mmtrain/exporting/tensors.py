@@ -8,7 +8,6 @@ Each file is read again after it was written. Cost: memory for the tensors of on
 
 import contextlib
 import errno
-import json
 import math
 import os
 import shutil
@@ -20,12 +19,15 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
+from mmtrain.exporting.published_files import write_json
 from mmtrain.facts.model_files import DEQUANTISED
 
 INDEX = "model.safetensors.index.json"
+SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -46,7 +48,7 @@ class TensorSource:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +56,11 @@ class TensorSource:
 
 
 Sources = dict[str, TensorSource]  # by name
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]  # gets (what, bytes done, bytes in all)
 
 
-def in_memory(tensor: torch.Tensor) -> TensorSource:
+def in_memory(tensor: Tensor) -> TensorSource:
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
@@ -73,7 +75,7 @@ def stored(name: str, file: Path) -> TensorSource:
     if dtype is None:
         raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. {DEQUANTISED}")
 
-    def read() -> torch.Tensor:
+    def read() -> Tensor:
         # Opened for each tensor: an open file's map keeps every page that was read, in the end the
         # whole model.
         with safe_open(file, framework="pt") as opened:
@@ -101,7 +103,7 @@ def cast_to(
         if name in keep or not source.dtype.is_floating_point:
             return source
 
-        def read() -> torch.Tensor:
+        def read() -> Tensor:
             tensor = source.read()
             result = tensor.to(dtype)
             if dtype == torch.float16 and not torch.equal(result.isfinite(), tensor.isfinite()):
@@ -146,13 +148,22 @@ def write_shards(
     folder: Path,
     tensors: Sources,
     shard_bytes: int,
-    show: Callable[[int], None] = lambda size: None,
-) -> list[str]:
-    """Write a model's tensors as transformers names its files; return their names.
+    progress: Progress = lambda *_: None,
+) -> None:
+    """Write a model's tensors as transformers names its files.
 
     They are one file, or several of `shard_bytes` at most and an index. A larger tensor gets a file
-    of its own.
+    of its own. Raises UserError where the disk is too small.
     """
+    done = 0
+    total = sum(source.nbytes for source in tensors.values())
+    require_space(folder, total + SMALL_FILES)
+
+    def show(size: int) -> None:
+        nonlocal done
+        done += size
+        progress("written and read again", done, total)
+
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda source: source.nbytes,
@@ -161,13 +172,12 @@ def write_shards(
     )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / INDEX, index)
     for file, names in split.filename_to_tensors.items():
         write_tensors(folder / file, {name: tensors[name] for name in names}, show)
-    return list(split.filename_to_tensors)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's bits, in which NaN equals itself."""
     return tensor.flatten().view(torch.uint8)
 

@@ -263,7 +263,7 @@ def _messages(
 
 def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) -> BatchFeature:
     return processor.apply_chat_template(
-        list(asked),
+        asked,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
@@ -275,8 +275,13 @@ def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) ->
 def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
     """Return the new tokens of every prompt up to the end mark, and their logits (T, V)."""
     with quiet():
-        greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-        made = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
+        made = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     logits = torch.stack(made.logits, dim=1).float()
     rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     ends = np.atleast_1d(model.generation_config.eos_token_id)

@@ -27,8 +27,8 @@ are those that transformers 4 and 5 both read: version 5 itself saves CLIP and S
 from pathlib import Path
 
 import timm
-import timm.layers
 import torch
+from timm import layers
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -69,12 +69,12 @@ KNOWN_MODULES = {
     VisionTransformer,
     Block,
     Attention,
-    timm.layers.Mlp,
-    timm.layers.PatchEmbed,
-    timm.layers.LayerScale,
-    timm.layers.LayerNorm,
-    timm.layers.DropPath,
-    timm.layers.PatchDropout,
+    layers.Mlp,
+    layers.PatchEmbed,
+    layers.LayerScale,
+    layers.LayerNorm,
+    layers.DropPath,
+    layers.PatchDropout,
     nn.Sequential,
     nn.Linear,
     nn.Conv2d,
@@ -99,18 +99,16 @@ def encoder_for_export(models: Models, trained: Tensors) -> ExportedEncoder:
     else:
         settings, tensors = _from_timm(model, chosen.name, trained, chosen.final_norm)
     family = FAMILIES[settings["model_type"]]
-    image_size = models.layout.tile_size
     patch_size = square(settings["patch_size"], "patches", chosen.name)
     settings["patch_size"] = patch_size
     # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
     if family.native is None:
-        settings["image_size"] = image_size
+        settings["image_size"] = models.layout.tile_size
     return ExportedEncoder(
-        config=settings,
-        tensors=tensors,
-        feature_layer=chosen.select_layer,
-        image_size=image_size,
-        patch_size=patch_size,
+        settings,
+        tensors,
+        chosen.select_layer,
+        patch_size,
         prefix_tokens=0 if family.class_token is None else 1,
     )
 
@@ -140,8 +138,8 @@ def merged_encoder(section: ModelSection, trained: Sources) -> Tensors:
             raise UserError(
                 f"{idle} was trained, but the encoder {chosen.name} has no layer of this name"
             )
-    sources = waiting | merged
-    return {name.removeprefix("vision."): source.read() for name, source in sources.items()}
+    waiting |= merged
+    return {name.removeprefix("vision."): source.read() for name, source in waiting.items()}
 
 
 def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
@@ -184,7 +182,6 @@ def wrapped_timm_encoder(models: Models, trained: Tensors) -> ExportedEncoder:
         },
         tensors={f"timm_model.{own}": in_memory(tensor) for own, tensor in kept.items()},
         feature_layer=-1,
-        image_size=size,
         patch_size=model.patch_embed.patch_size[0],
         prefix_tokens=model.num_prefix_tokens,
     )
@@ -196,17 +193,18 @@ def _from_transformers(
     chosen: VisionSection,
 ) -> tuple[dict, Sources]:
     """Return configuration and tensors of an encoder of transformers, `trained` ones replaced."""
-    family = family_of(encoder_config(folder).get("model_type"), str(folder))
+    source = str(folder)
+    family = family_of(encoder_config(folder).get("model_type"), source)
     config = stock_config(family, folder)
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
     files = family.own(encoder_tensors(folder, tensor_entries(folder)))
     sources = {name: stored(*place) for name, place in files.items()}
-    unused = family.unused(chosen.final_norm, str(folder), chosen.merger)
+    unused = family.unused(chosen.final_norm, source, chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
     registers = family.prefix_tokens(shapes) - 1
     if registers > 0:
-        raise _unfit(str(folder), f"has {registers} {READ_AS_PATCHES}")
+        raise _unfit(source, f"has {registers} {READ_AS_PATCHES}")
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is
     # not said.
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
@@ -238,7 +236,7 @@ def _from_transformers(
     own = {}
     for name, tensor in revert_weight_conversion(model, dict(trained)).items():
         own[name.removeprefix(OUTER)] = tensor
-    _with_trained(expected, own, str(folder))
+    _with_trained(expected, own, source)
     for name, tensor in own.items():
         tensors[name] = in_memory(tensor)
     if OUTER in family.outer:
@@ -359,15 +357,16 @@ def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
         if not usable:
             raise _unfit(name, f"has a {kind} as {path}")
     if len(epsilons) > 1:
-        listed = ", ".join(map(str, sorted(epsilons)))
-        raise _unfit(name, f"normalises with several epsilons, {listed}")
+        raise _unfit(
+            name,
+            f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}",
+        )
 
 
 def _activation(module: nn.Module) -> str | None:
     """Return transformers' name of an activation (`hidden_act`); None without an exact one."""
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
-    layers = timm.layers
     names = {
         layers.GELU: "gelu",
         layers.GELUTanh: "gelu_pytorch_tanh",

@@ -12,7 +12,7 @@ from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.exporting.chat_template import load_template
 from mmtrain.exporting.language import ExportedLanguage, take_merged
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, transform_of
-from mmtrain.exporting.published_files import Json, copy_files, write_json
+from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.families import (
@@ -28,14 +28,14 @@ from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
-from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_class import Settings, StockClass
 
 _UNMARKED = (
     "Its own chat template does not mark answers, so trl's assistant_only_loss cannot "
     "be used with it."
 )
 # tensors, config.json, and what the card shows
-Written = tuple[Sources, Json, Json]
+Written = tuple[Sources, Settings, Settings]
 
 
 def write_back(
@@ -61,8 +61,13 @@ def write_back(
         own = tensors[name]
         if global_name in waiting:
             own = _reshaped(waiting.pop(global_name), own.shape)
-        lora = models.section.lora
-        tensors[name] = take_merged(waiting, global_name, own, lora, transposed=False)
+        tensors[name] = take_merged(
+            waiting,
+            global_name,
+            own,
+            models.section.lora,
+            transposed=False,
+        )
     assert not waiting, f"{min(waiting)} has no place, which is refused before"
 
     tokenizer = load_tokenizer(str(source))
@@ -116,7 +121,7 @@ def _processor(
         write_json(file, content)
     template = load_template(str(models.llm_folder), name, layout)
     image_token_id = template.tokenizer.convert_tokens_to_ids(layout.image_token)
-    processor = ExportedProcessor(image_token_id, {}, (), 0, layout, template, transform, stock)
+    processor = ExportedProcessor(image_token_id, {}, (), 0, template, transform, stock)
     if name == "chat":  # another one is not the folder's
         with foreign_files(f"{models.llm_folder}: its processor"):
             check_processor(processor, folder)

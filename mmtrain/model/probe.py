@@ -78,24 +78,25 @@ def probe(
     )
     if record.is_file():
         return
-    tried = f"{path}: {family} cannot be staged and packed"
     staged, packed = _differences(
         "llm",
         folder,
         how,
         mrope,
         *cut_points,
-        tried=tried,
+        tried=f"{path}: {family} cannot be staged and packed",
     )
     refuse_differences(family, staged, packed)
-    result = {
-        "family": family,
-        "weights": how,
-        "cut_points": list(cut_points),
-        "staged": staged,
-        "packed": packed,
-    }
-    _remember(record, result)
+    _remember(
+        record,
+        {
+            "family": family,
+            "weights": how,
+            "cut_points": list(cut_points),
+            "staged": staged,
+            "packed": packed,
+        },
+    )
 
 
 def refuse_differences(

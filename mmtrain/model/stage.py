@@ -57,9 +57,9 @@ class Stage(nn.Module):
         self,
         language: DecoderLayers,
         dtype: torch.dtype,
-        vision: VisionTower | None = None,
-        projector: Projector | None = None,
-        encoder: str | None = None,
+        vision: VisionTower | None,
+        projector: Projector | None,
+        encoder: str | None,
     ) -> None:
         """`encoder` is the encoder's name, for `transform`; a stage with the projector needs it."""
         super().__init__()

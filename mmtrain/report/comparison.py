@@ -64,18 +64,19 @@ def _results(runs: Mapping[str, RunRecord]) -> Section:
     rows, answers = [], []
     for name, run in runs.items():
         scores = _last(run.evaluations)
-        row = (
-            name,
-            run.steps_done,
-            _last(run.curves["loss"].means(10)).y,
-            scores.loss,
-            percent(scores.exact_match),
-            percent(scores.token_accuracy),
-            percent((run.control or NOTHING).exact_match),
-            _last(run.curves["tokens_per_second"].means(1)).y,
-            clock(run.seconds),
+        rows.append(
+            (
+                name,
+                run.steps_done,
+                _last(run.curves["loss"].means(10)).y,
+                scores.loss,
+                percent(scores.exact_match),
+                percent(scores.token_accuracy),
+                percent((run.control or NOTHING).exact_match),
+                _last(run.curves["tokens_per_second"].means(1)).y,
+                clock(run.seconds),
+            )
         )
-        rows.append(row)
 
         findings = headline(run)
         answers.append((name, status(run), *(finding.answer for finding in findings.values())))

@@ -33,8 +33,10 @@ def status(run: RunRecord) -> str:
     if run.begun is None or not run.steps:
         return NOT_YET
     of_all = run.config.get("train.max_steps", "?")
-    last = f"the last step is {run.steps_done:,} of {of_all}, at {_moment(run.begun + run.elapsed)}"
-    return f"No end is recorded: {last}. The run is still going, was stopped or failed."
+    return (
+        f"No end is recorded: the last step is {run.steps_done:,} of {of_all}, at "
+        f"{_moment(run.begun + run.elapsed)}. The run is still going, was stopped or failed."
+    )
 
 
 def models(run: RunRecord) -> str:

@@ -98,7 +98,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.from_string((HERE / "page.html.jinja").read_text("utf-8"))
+    return environment.from_string(_asset("page.html.jinja"))
 
 
 @functools.cache

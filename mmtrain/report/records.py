@@ -253,7 +253,7 @@ class Curve:
 
     def add(self, x: float, y: float | None) -> None:
         """Add a point, unless y is None, NaN or absurdly large."""
-        if y is not None and abs(y) <= LARGEST and abs(x) <= LARGEST:
+        if y is not None and abs(y) <= LARGEST:
             self._x.append(x)
             self._y.append(y)
 
@@ -407,15 +407,14 @@ def _noting(run: RunRecord, name: str) -> Iterator[None]:
 
 def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
     with _noting(run, name):
-        file = inside(run.folder, name)
-        text = read_limited(file, MAX_JSON_BYTES, f"the {name} of a run")
+        text = read_limited(inside(run.folder, name), MAX_JSON_BYTES, f"the {name} of a run")
         return TypeAdapter(kind).validate_json(text)
     return None
 
 
 def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     """Yield the valid records of a file; `problems` says how many others are left out."""
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    adapter = TypeAdapter(kind)
     left_out, first = 0, ""
     with _noting(run, name), open_file(inside(run.folder, name)) as stream:
         for line in whole_lines(stream):
@@ -487,8 +486,7 @@ def _add_step(run: RunRecord, record: Train, now: float) -> None:
 def _add_times(run: RunRecord, record: Train) -> None:
     run.timed_steps += 1
     seconds = [getattr(record, f"{kind}_seconds") for kind in BUSY]
-    by_rank = zip(record.idle_fraction, *seconds, strict=False)
-    for rank, (idle, *busy) in enumerate(by_rank):
+    for rank, (idle, *busy) in enumerate(zip(record.idle_fraction, *seconds, strict=False)):
         for kind, spent in zip(BUSY, busy, strict=True):
             run.times[kind][rank] += spent
         if idle < 1:
@@ -513,8 +511,10 @@ def _read_faults(run: RunRecord) -> None:
     not_updated = {event.step: event for event in run.events if event.kind == "no update"}
     for bad in _read_lines(run, files.BAD_STEPS, BadStep):
         ranks = first_few(list(map(str, bad.ranks)), 4)
-        where = f"rank {ranks}, {first_few(bad.parameters, 3) or 'no gradient'}"
-        text = f"NaN or infinity on {where}; {files.BAD_STEPS} lists its samples"
+        text = (
+            f"NaN or infinity on rank {ranks}, {first_few(bad.parameters, 3) or 'no gradient'}; "
+            f"{files.BAD_STEPS} lists its samples"
+        )
         if bad.step + 1 in not_updated:
             not_updated[bad.step + 1].text = text
         elif bad.step >= run.steps_done:

@@ -37,7 +37,6 @@ from mmtrain.report.records import LISTED, Benchmark, Evaluation, RankPlan, RunR
 
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
-MAX_PICTURES = 64  # of a question
 MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
 # kinds of a rank's time, and their colours
 TIMES = {
@@ -89,8 +88,11 @@ def trained(run: RunRecord) -> Section:
     for rank in plan.ranks[:SHOWN_RANKS]:
         layers = "; ".join(_holdings(rank))
         rows.append((str(rank.rank), layers, rank.trainable, rank.optimizer, rank.reason))
-    columns = ">rank, layers, >trainable, optimizer, why"
-    held = table("Layers and optimizers by rank", columns, rows)
+    held = table(
+        "Layers and optimizers by rank",
+        ">rank, layers, >trainable, optimizer, why",
+        rows,
+    )
     return Section("trained", title, says, tables=(held,))
 
 
@@ -108,8 +110,6 @@ def learning(run: RunRecord) -> Section:
         if len(curve):
             rates.append(Series(name, curve.points(), colour=place % 8, dash=place // 8))
 
-    norm = lines_of("gradient norm", run.curves["grad_norm"])
-    speed = lines_of("tokens a second", run.curves["tokens_per_second"])
     charts = (
         Chart(
             "loss",
@@ -122,11 +122,16 @@ def learning(run: RunRecord) -> Section:
         Chart(
             "norm",
             "Gradient norm",
-            norm,
+            lines_of("gradient norm", run.curves["grad_norm"]),
             "L2, before clipping",
             log=True,
         ),
-        Chart("speed", "Tokens a second", speed, "tokens a second, without padding"),
+        Chart(
+            "speed",
+            "Tokens a second",
+            lines_of("tokens a second", run.curves["tokens_per_second"]),
+            "tokens a second, without padding",
+        ),
     )
     says = []
     if utilization := run.curves["model_flops_utilization"].means(1):
@@ -140,9 +145,12 @@ def evaluations(run: RunRecord) -> Section:
     control = run.control
     tables = []
     if run.benchmarks:
-        columns = "benchmark, metric, >score, >answers, >step, versions"
-        name = "Scores by lmms-eval (mmtrain benchmark)"
-        tables.append(table(name, columns, benchmark_rows(run.benchmarks.values())))
+        scores = table(
+            "Scores by lmms-eval (mmtrain benchmark)",
+            "benchmark, metric, >score, >answers, >step, versions",
+            benchmark_rows(run.benchmarks.values()),
+        )
+        tables.append(scores)
     if not run.evaluations:
         return Section("evaluations", title, (NOT_EVALUATED,), tables=tables)
 
@@ -167,19 +175,12 @@ def evaluations(run: RunRecord) -> Section:
         Series("exact match", run.curves["eval_exact_match"].points()),
         Series("token accuracy", run.curves["eval_token_accuracy"].points(), colour=1),
     )
-    chart = Chart(
-        "scores",
-        "Scores on held-out samples",
-        series,
-        "share",
-        y_unit="share",
-    )
+    chart = Chart("scores", "Scores on held-out samples", series, "share", "share")
     return Section("evaluations", title, says, (chart,), tables)
 
 
-def benchmark_rows(benchmarks: Iterable[Benchmark]) -> list[tuple[str, ...]]:
-    """Return (task, metric, score ± standard error, answers, step, versions) of each score."""
-    rows: list[tuple[str, ...]] = []
+def benchmark_rows(benchmarks: Iterable[Benchmark]) -> Iterator[tuple[str, ...]]:
+    """Yield (task, metric, score ± standard error, answers, step, versions) of each score."""
     for record in benchmarks:
         asked = number(record.answers)
         if record.limit:
@@ -189,8 +190,7 @@ def benchmark_rows(benchmarks: Iterable[Benchmark]) -> list[tuple[str, ...]]:
             score = number(value)
             if error is not None:
                 score += f" ± {number(error)}"
-            rows.append((record.task, metric, score, asked, number(record.step), versions))
-    return rows
+            yield record.task, metric, score, asked, number(record.step), versions
 
 
 def answers(run: RunRecord) -> Section:
@@ -206,22 +206,14 @@ def answers(run: RunRecord) -> Section:
     for given in run.questions.values():
         *_, asked = given.values()
         pictures = []
-        for name in asked.pictures[:MAX_PICTURES]:
+        for name in asked.pictures:
             picture = read_picture(run.folder, name)
             if len(picture.source) > room:
                 picture = Picture(why="left out, so that the page stays small")
             room -= len(picture.source)
             pictures.append(picture)
         texts = [(when, answer.given, answer.right) for when, answer in given.items()]
-        questions.append(
-            Question(
-                asked.key,
-                asked.question,
-                asked.truth,
-                texts,
-                pictures,
-            )
-        )
+        questions.append(Question(asked.key, asked.question, asked.truth, texts, pictures))
     says = (
         "Held-out questions, answered one token at a time. "
         "An answer is right if all its tokens are right."
@@ -316,11 +308,11 @@ def _times_chart(
         rows.append((str(rank), *seconds, percent(share), percent(planned.get(rank))))
     columns = (">rank", *(f">{kind}, s" for kind in kinds), ">idle", ">planned idle")
     return Chart(
-        id="ranks",
-        title="Shares of time, by rank",
-        series=series,
-        y_name="share of time",
-        y_unit="share",
+        "ranks",
+        "Shares of time, by rank",
+        series,
+        "share of time",
+        "share",
         rows=[f"rank {rank}" for rank in totals],
         behind=table("Seconds per step and idle share, by rank", columns, rows),
     )
@@ -375,11 +367,11 @@ def memory(run: RunRecord) -> Section:
     for rank, *parts, peak in zip(ranks, *sizes.values(), strict=True):
         rows.append((str(rank.rank), *parts, peak or "-"))
     chart = Chart(
-        id="memory",
-        title="Memory, by rank",
+        "memory",
+        "Memory, by rank",
+        bars,
+        name,
         rows=[f"rank {rank.rank}" for rank in ranks],
-        series=bars,
-        y_name=name,
         behind=table(f"Memory in {name}, by rank", f">rank, >{', >'.join(sizes)}", rows),
     )
     return Section("memory", title, says, (chart,))
@@ -388,9 +380,8 @@ def memory(run: RunRecord) -> Section:
 def samples(run: RunRecord) -> Section:
     if not run.steps and not run.reasons:
         return Section("samples", "Samples", (NOT_YET,))
-    trained_on = f"{counted(run.totals['samples'], 'sample')} trained on"
     says = [
-        f"{trained_on} in {counted(run.steps, 'step')}; "
+        f"{counted(run.totals['samples'], 'sample')} trained on in {counted(run.steps, 'step')}; "
         f"{run.totals['quarantined']:,} more were packed, but quarantined."
     ]
 
@@ -399,15 +390,25 @@ def samples(run: RunRecord) -> Section:
         rows = []
         for e in run.epochs:
             is_complete = "yes" if e.complete else "no"
-            counts = (e.packs, e.read, e.trained, e.quarantined, e.overlong)
-            rows.append((str(e.epoch), is_complete, *counts))
+            rows.append(
+                (
+                    str(e.epoch),
+                    is_complete,
+                    e.packs,
+                    e.read,
+                    e.trained,
+                    e.quarantined,
+                    e.overlong,
+                )
+            )
         columns = "epoch, complete, >packs, >read, >trained on, >quarantined, >too long"
         tables.append(table("Epochs: read = trained on + quarantined + too long", columns, rows))
         says.append("Samples that are too long are counted only in complete epochs.")
 
     if run.quarantined:
-        reasons = run.reasons.most_common()
-        tables.append(table("Quarantined, by reason", "reason, >samples", reasons))
+        tables.append(
+            table("Quarantined, by reason", "reason, >samples", run.reasons.most_common())
+        )
         left_out = []
         for q in run.quarantined:
             step = "from the start" if q.step is None else str(q.step + 1)
@@ -463,5 +464,12 @@ def _holdings(rank: RankPlan) -> Iterator[str]:
 
 
 def _score_row(name: str, scores: Evaluation) -> tuple[Any, ...]:
-    shares = percent(scores.exact_match), percent(scores.token_accuracy)
-    return name, scores.step, number(scores.loss), *shares, scores.answers, scores.samples
+    return (
+        name,
+        scores.step,
+        number(scores.loss),
+        percent(scores.exact_match),
+        percent(scores.token_accuracy),
+        scores.answers,
+        scores.samples,
+    )

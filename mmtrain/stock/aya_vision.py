@@ -51,7 +51,7 @@ class AyaVision(StockClass):
             "img_patch_token": IMAGE_MARK,
             "patch_size": encoder.patch_size,
             "downsample_factor": models.factor,
-            "img_size": encoder.image_size,
+            "img_size": models.layout.tile_size,
             **texts,
         }
 
@@ -70,7 +70,7 @@ class AyaVision(StockClass):
         fit = folder.fit()
         names = Tiles.token_settings
         is_cut = names.items() <= (names | folder.processor).items()
-        keys: Keys = {"image_fit": fit}
+        keys = {"image_fit": fit}
         if is_cut:
             if fit != "resize" or smallest != 1 or not is_whole(largest, 1, MAX_TILES):
                 raise unfit(

@@ -57,7 +57,7 @@ LLAVA_CODE = {
 # families whose embedding is not where the classes look for it
 _OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")
 
-STOCK_CLASSES: tuple[StockClass, ...] = (
+STOCK_CLASSES = (
     Llava(),
     LlavaNext(),
     LlavaOnevision(),

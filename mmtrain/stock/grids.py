@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
-from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
+from mmtrain.layouts.native import FRAMES, Native, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
-from mmtrain.stock.stock_class import ExportedEncoder, Inputs, Settings, StockClass, of_images
+from mmtrain.stock.stock_class import ExportedEncoder, Inputs, NestedClass, Settings, of_images
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
 
-class HyperCLOVAXVisionV2(StockClass):
+class HyperCLOVAXVisionV2(NestedClass):
     """HyperCLOVA X Think's class, with any LLM; its head multiplies logits by `logits_scaling`."""
 
     name = "HyperCLOVAXVisionV2"
@@ -46,8 +46,6 @@ class HyperCLOVAXVisionV2(StockClass):
     )
     encoder_names = "model.vision_model."
     connector_names = "model.vision_projector."
-    decoder_names = "model.language_model."
-    head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
         "model_type": "qwen2_5_vl_vision",
         "hidden_size": 8,
@@ -57,23 +55,20 @@ class HyperCLOVAXVisionV2(StockClass):
         "patch_size": 8,
         "out_hidden_size": 8,
     }
-    image_token_key = "image_token_id"
     image_processor = "Qwen2VLImageProcessor"
     video_processor = "Qwen2VLVideoProcessor"
     video_token = "<|video_pad|>"
-    merge_size: ClassVar[int] = 2  # of its processor
-    block: ClassVar[int] = 2  # patches a side that stand together
-    frames: ClassVar[int] = 1  # that its processor counts when it bounds pixels
-    default_bounds: ClassVar = (56 * 56, 28 * 28 * 1280)  # in pixels
-    patches: ClassVar[PatchOrder] = "c t dy dx"
+    text_keys: ClassVar = {"logits_scaling": 1.0}  # of text_config
+    merge_size = 2  # of its processor
+    block = 2  # patches a side that stand together
+    frames = 1  # that its processor counts when it bounds pixels
+    default_bounds = (56 * 56, 28 * 28 * 1280)  # in pixels
+    patches = "c t dy dx"
 
     def text_config(self, language: Settings) -> Settings:
-        return {**language, "logits_scaling": 1.0}
+        return {**language, **self.text_keys}
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
-        return {}
-
-    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
@@ -161,14 +156,12 @@ class VideoLlama3(HyperCLOVAXVisionV2):
     final_norm = True
     encoders = ("VideoLlama3VisionModel",)
     connector_names = "model.projector.readout."
-    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "video_llama_3_vision"}
+    tiny_encoder: ClassVar = {**NestedClass.tiny_encoder, "model_type": "video_llama_3_vision"}
     image_processor = "VideoLlama3ImageProcessor"
     video_processor = "VideoLlama3VideoProcessor"
+    text_keys: ClassVar = {}
     merge_size = block = 1
     patches = "c dy dx"
-
-    def text_config(self, language: Settings) -> Settings:
-        return language
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: Native) -> Inputs:
         found = super().inputs(tiles, tilings, layout)
@@ -192,9 +185,7 @@ class Exaone45(HyperCLOVAXVisionV2):
         "model_type": "exaone4_5_vision",
         "num_key_value_heads": 1,
     }
-
-    def text_config(self, language: Settings) -> Settings:
-        return language
+    text_keys: ClassVar = {}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
         return encoder.without("merger.", out_hidden_size=models.published_llm.hidden_size)

@@ -11,7 +11,7 @@ from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts import idefics3
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import OUTER, ExportedEncoder, Inputs, Settings, StockClass
+from mmtrain.stock.stock_class import OUTER, ExportedEncoder, Inputs, NestedClass, Settings
 from mmtrain.stock.stock_folder import Keys, StockFolder
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Idefics3(StockClass):
+class Idefics3(NestedClass):
     """Idefics3: one square between the texts of the layout `idefics3`. Its ViT is SigLIP's."""
 
     name = "Idefics3"
@@ -45,9 +45,7 @@ class Idefics3(StockClass):
     encoder_names = "model.vision_model."
     connector_names = "model.connector.modality_projection."
     decoder_names = "model.text_model."
-    head_name = "lm_head.weight"
-    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "idefics3_vision"}
-    image_token_key = "image_token_id"
+    tiny_encoder: ClassVar = {**NestedClass.tiny_encoder, "model_type": "idefics3_vision"}
     image_processor = "Idefics3ImageProcessor"
     more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
 

@@ -15,8 +15,8 @@ from mmtrain.stock.stock_class import (
     ON_WHITE,
     ExportedEncoder,
     Inputs,
+    NestedClass,
     Settings,
-    StockClass,
     of_images,
 )
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
@@ -33,7 +33,7 @@ _BOUNDS = {"min_image_tokens": MIN_POSITIONS, "max_image_tokens": MAX_POSITIONS}
 _TEXTS = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
 
 
-class Lfm2Vl(StockClass):
+class Lfm2Vl(NestedClass):
     """LFM2-VL, with any LLM. Its projector has a norm where it shuffles, else none."""
 
     name = "Lfm2Vl"
@@ -42,17 +42,12 @@ class Lfm2Vl(StockClass):
     final_norm = True
     layouts = (Native.name,)
     encoders = ("Siglip2VisionModel",)
-    encoder_names = "model.vision_tower."
-    connector_names = "model.multi_modal_projector."
-    decoder_names = "model.language_model."
-    head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
-        **StockClass.tiny_encoder,
+        **NestedClass.tiny_encoder,
         "model_type": "siglip2_vision_model",
         "num_patches": 4,
         "vision_use_head": False,
     }
-    image_token_key = "image_token_id"
     image_processor = "Lfm2VlImageProcessor"
     has_pillow = False
     adds_special_tokens = False
@@ -66,9 +61,6 @@ class Lfm2Vl(StockClass):
             "projector_hidden_act": "gelu",
             "projector_bias": True,
         }
-
-    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
-        return {}
 
     def own_image_settings(self, transform: ImageTransform, layout: Native) -> Settings:
         return {
@@ -131,8 +123,12 @@ class Lfm2Vl(StockClass):
 
         # its processor
         processed = {"encoder_patch_size": folder.vision.patch_size, "downsample_factor": factor}
-        defaults = {"encoder_patch_size": 16, "downsample_factor": 2}
-        folder.equal(IMAGES, folder.images, processed, defaults)
+        folder.equal(
+            IMAGES,
+            folder.images,
+            processed,
+            {"encoder_patch_size": 16, "downsample_factor": 2},
+        )
         folder.no_texts(folder.named_tokens, _TEXTS, Native.name)
         if folder.images.get("do_image_splitting", True):
             _log.info(

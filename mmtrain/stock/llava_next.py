@@ -37,8 +37,11 @@ class LlavaNext(StockClass):
     image_processor = "LlavaNextImageProcessor"
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
-        grids = models.layout.image_settings
-        return {**super().config(models, encoder), **grids, "use_image_newline_parameter": True}
+        return {
+            **super().config(models, encoder),
+            **models.layout.image_settings,
+            "use_image_newline_parameter": True,
+        }
 
     def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> Settings:
         """Return a crop that leaves all: transformers 4 reads the tile's size from crop_size."""

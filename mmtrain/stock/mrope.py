@@ -60,8 +60,8 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         "deepstack_visual_indexes": [],
     }
     # values of MROPE_MODELS, its own first
-    text_models: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
-    width_key: ClassVar[str] = "hidden_size"  # of vision_config: the LLM's width
+    text_models = ("qwen2_vl", "qwen2_5_vl")
+    width_key = "hidden_size"  # of vision_config: the LLM's width
 
     @property
     def encoders(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -78,8 +78,7 @@ class Qwen2VL(HyperCLOVAXVisionV2):
         return {**language, "model_type": f"{self.text_models[0]}_text"}
 
     def adapt_encoder(self, models: Models, encoder: ExportedEncoder) -> ExportedEncoder:
-        width = {self.width_key: models.published_llm.hidden_size}
-        return encoder.without(_BESIDE, **width)
+        return encoder.without(_BESIDE, **{self.width_key: models.published_llm.hidden_size})
 
 
 class Qwen3VL(Qwen2VL):
@@ -101,8 +100,8 @@ class Qwen3VL(Qwen2VL):
         if not name.startswith("deepstack."):
             return super().connector_name(name)
         _, number, module, kind = name.split(".")
-        stock_module = self.renamed.get(module, module)
-        return f"{self.encoder_names}deepstack_merger_list.{number}.{stock_module}.{kind}"
+        module = self.renamed.get(module, module)
+        return f"{self.encoder_names}deepstack_merger_list.{number}.{module}.{kind}"
 
 
 class Glm4v(Qwen3VL):

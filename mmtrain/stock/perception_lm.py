@@ -10,7 +10,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
 from mmtrain.facts.vision_files import published_images
 from mmtrain.layouts.layout import ImageLayout, Tiling
-from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, Inputs, Settings, StockClass
+from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, Inputs, NestedClass, Settings
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
 
 if TYPE_CHECKING:
@@ -22,23 +22,18 @@ if TYPE_CHECKING:
     from mmtrain.data.stream.images import ImageTransform
 
 
-class PerceptionLM(StockClass):
+class PerceptionLM(NestedClass):
     name = "PerceptionLM"
     model_type = "perception_lm"
     connectors = ("mlp2x_gelu_pool", "mlp2x_gelu")
     final_norm = True
     encoders = (TIMM,)
     own_encoders = ("timm_wrapper",)
-    encoder_names = "model.vision_tower."
-    connector_names = "model.multi_modal_projector."
-    decoder_names = "model.language_model."
-    head_name = "lm_head.weight"
     tiny_encoder: ClassVar = {
         "model_type": "timm_wrapper",
         "architecture": "vit_tiny_patch16_224",
         "model_args": {"img_size": 8, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1},
     }
-    image_token_key = "image_token_id"
     image_processor = "PerceptionLMImageProcessor"
     has_pillow = False
     video_processor = "PerceptionLMVideoProcessor"

@@ -38,7 +38,7 @@ class LlavaPixtral(StockClass):
     factors = (1,)
     bounds_edge = True
     # vision_feature_layer and its strategy where config.json lacks them
-    layer_defaults: ClassVar = (-2, "default")
+    layer_defaults = (-2, "default")
     layouts = (Native.name,)
     encoders = ("PixtralVisionModel",)
     tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "pixtral", "head_dim": 8}
@@ -104,7 +104,7 @@ class Mistral3(LlavaPixtral):
     connectors = ("norm_merge_mlp2x",)
     renamed: ClassVar = {"merging_layer": "patch_merger.merging_layer"}
     factors = (2, 3, 4)
-    layer_defaults: ClassVar = (-1, "full")
+    layer_defaults = (-1, "full")
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
@@ -115,8 +115,7 @@ class Mistral3(LlavaPixtral):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size")
-        return {**super().read(folder), "factor": factor}
+        return {"factor": self.factor(folder, "spatial_merge_size"), **super().read(folder)}
 
 
 class LightOnOcr(Mistral3):
@@ -152,5 +151,4 @@ class LightOnOcr(Mistral3):
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
 
     def read(self, folder: StockFolder) -> Keys:
-        factor = self.factor(folder, "spatial_merge_size")
-        return {**self.size(folder), "factor": factor}
+        return {"factor": self.factor(folder, "spatial_merge_size"), **self.size(folder)}

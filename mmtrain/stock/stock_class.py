@@ -69,7 +69,6 @@ class ExportedEncoder:
     tensors: Mapping[str, Any]
     # `vision_feature_layer`; -1 is the last block's output, without the final norm
     feature_layer: int
-    image_size: int  # pixels a side
     patch_size: int  # pixels a side
     # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
     prefix_tokens: int
@@ -100,8 +99,10 @@ def _stock(name: str) -> Any:
     import transformers
 
     if (found := getattr(transformers, name, None)) is None:
-        installed = f"transformers {transformers.__version__} has no {name}"
-        raise UserError(f"{installed}. Install version {TESTED_TRANSFORMERS}, which has it")
+        raise UserError(
+            f"transformers {transformers.__version__} has no {name}. "
+            f"Install version {TESTED_TRANSFORMERS}, which has it"
+        )
     return found
 
 
@@ -111,7 +112,7 @@ class ExportedClass:
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     decoder_names: str  # what stands before the names of the LLM's decoder in its folder
-    mrope: bool = False  # whether its LLM uses M-RoPE
+    mrope = False  # whether its LLM uses M-RoPE
 
     @property
     def class_name(self) -> str:
@@ -119,7 +120,7 @@ class ExportedClass:
 
     def language_name(self, name: str, base: str) -> str:
         """Return the name on disk of an LLM's tensor `name`, of its own class around `base`."""
-        raise NotImplementedError
+        return name
 
     def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling], layout: ImageLayout) -> Inputs:
         """Return the stock model's inputs for a sample's images, of tiles (N, 3, S, S) float32."""
@@ -134,33 +135,33 @@ class StockClass(ExportedClass):
 
     # ---- which runs it computes
     connectors: ClassVar[tuple[str, ...]]  # values of model.projector.type
-    final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
-    merger: ClassVar[bool] = False  # whether the encoder's own merger runs before the connector
-    last_block: ClassVar[bool] = False  # whether it takes the last block's output alone
+    final_norm = False  # whether it takes features behind the encoder's last norm
+    merger = False  # whether the encoder's own merger runs before the connector
+    last_block = False  # whether it takes the last block's output alone
     # whether its processor bounds the longest edge, not image tokens
-    bounds_edge: ClassVar[bool] = False
-    layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
+    bounds_edge = False
+    layouts = (Square.name,)  # values of model.vision.layout
     # values of data.image_fit that its processor can make of one square
-    fits: ClassVar[tuple[str, ...]] = ("resize",)
+    fits = ("resize",)
     # values of model.projector.factor, 1 for none
-    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
-    encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
-    not_encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it loads and cannot run
-    misplaced: ClassVar[frozenset[int]] = frozenset()  # patches a side that it places wrongly
+    factors = (1, 2, 3, 4)
+    encoders = ()  # kinds that it takes; all where none is named
+    not_encoders = ()  # kinds that it loads and cannot run
+    misplaced = frozenset()  # patches a side that it places wrongly
     largest_grid: ClassVar[int | None] = None  # patches a side up to which `misplaced` is known
     # model_type of classes that compute the same; a run may begin with theirs
-    also: ClassVar[tuple[str, ...]] = ()
+    also = ()
     # model_type of encoders in its folders that no family here has
     own_encoders: ClassVar[tuple[str, ...]] = ()
 
     # ---- its folder
     # what stands before the names of the encoder's tensors
-    encoder_names: ClassVar[str] = "vision_tower."
-    connector_names: ClassVar[str] = "multi_modal_projector."
+    encoder_names = "vision_tower."
+    connector_names = "multi_modal_projector."
     # modules of the connector that have other names on disk
     renamed: ClassVar[Mapping[str, str]] = {}
     decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
-    head_name: ClassVar[str] = "language_model.lm_head.weight"
+    head_name = "language_model.lm_head.weight"
     # A small encoder of the class's own, for trials of the LLM beside it.
     tiny_encoder: ClassVar[Mapping[str, Any]] = {
         "model_type": "clip_vision_model",
@@ -171,18 +172,18 @@ class StockClass(ExportedClass):
         "image_size": 8,
         "patch_size": 8,
     }
-    image_token_key: ClassVar[str] = "image_token_index"  # in config.json
-    video_token_key: ClassVar[str] = "video_token_id"
+    image_token_key = "image_token_index"  # in config.json
+    video_token_key = "video_token_id"
     mark_keys: ClassVar[Mapping[str, str]] = {}  # others in config.json, and their texts
-    image_processor: ClassVar[str] = "LlavaImageProcessor"
+    image_processor = "LlavaImageProcessor"
     # whether its image processor can resize with Pillow, as training does
-    has_pillow: ClassVar[bool] = True
+    has_pillow = True
     # whether its processor lets the tokenizer begin a text
-    adds_special_tokens: ClassVar[bool] = True
+    adds_special_tokens = True
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
     # that its processor counts; it must be neither padding nor in a text
     video_token: ClassVar[str | None] = None
-    more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
+    more_tokens = ()  # others that its processor adds to the tokenizer
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -262,8 +263,10 @@ class StockClass(ExportedClass):
         if vision.family.native is not None and not self.is_native:
             return f"{name} takes images of any size, but its class makes squares of them"
         if vision.prefix_tokens > 1:
-            before = f"{name} has {vision.prefix_tokens} tokens before its patches"
-            return f"{before}, but it reads all except a class token as patches"
+            return (
+                f"{name} has {vision.prefix_tokens} tokens before its patches, "
+                "but it reads all except a class token as patches"
+            )
         if kind == TIMM and TIMM not in self.encoders:
             shapes = {p.name.removeprefix("vision."): p.shape for p in vision.parameters}
             form = form_of(shapes, final_norm=self.final_norm)
@@ -387,8 +390,9 @@ class StockClass(ExportedClass):
         """
         import transformers
 
-        stock = getattr(transformers, self.processor_name)
-        processor = stock.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        processor = _stock(self.processor_name).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if self.has_pillow:
             processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, backend="pil"
@@ -403,7 +407,7 @@ class StockClass(ExportedClass):
         """Return the keys of model.vision, model.projector and data.image_fit for a folder."""
         llm = llm_shape(folder.path)
         folder.check()
-        keys: Keys = {
+        keys = {
             "final_norm": self.final_norm,
             "merger": self.merger,
             "layout": self.layouts[0],
@@ -442,3 +446,16 @@ class StockClass(ExportedClass):
         if type(value) is not int or value not in factors:
             raise unfit(CONFIG, key, said, f"a factor of {', '.join(map(str, factors))}")
         return None if value == 1 else value
+
+
+class NestedClass(StockClass):
+    """A class whose folders name its parts below `model.`, and the head beside it."""
+
+    encoder_names = "model.vision_tower."
+    connector_names = "model.multi_modal_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    image_token_key = "image_token_id"
+
+    def processor(self, models: Models, encoder: ExportedEncoder) -> Settings:
+        return {}

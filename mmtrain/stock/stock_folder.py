@@ -31,7 +31,7 @@ _CONNECTOR = re.compile(
     r"(?:model\.)?(?:multi_modal_projector|vision_project(?:ion|or)|connector\.modality_projection|projector\.readout"
     r"|visual\.merger|mlp_AR)\."
 )
-_PINPOINTS: TypeAdapter[Pinpoints] = TypeAdapter(Pinpoints)
+_PINPOINTS = TypeAdapter(Pinpoints)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.catalog import is_held_out
-from mmtrain.exporting import hf
+from mmtrain.exporting import hf, tensors
 from mmtrain.exporting.verify import read_samples
 
 
@@ -71,7 +71,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(
 ):
     with small_disk(tmp_path / "disk", kilobytes=2048) as disk:
         if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
-            monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
+            monkeypatch.setattr(tensors, "require_space", lambda folder, size: None)
             (disk / "full").write_bytes(bytes(1 << 20))
         if form in ("safetensors", "llava"):
             (disk / "full").write_bytes(bytes((2 << 20) - 20_480))

@@ -99,7 +99,7 @@ def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny
     exported = export(run_config(tiny, tiny / "llm"), tmp_path)
     trained = PlainTemplate(
         AutoTokenizer.from_pretrained(tiny / "llm"),
-        exported.layout,
+        exported.template.layout,
         sys.maxsize,
     )
     processor = AutoProcessor.from_pretrained(tmp_path)
@@ -179,7 +179,7 @@ def test_in_a_vocabulary_with_holes_new_tokens_fill_these_and_no_other_token_is_
     )
     assert processor.tokenizer(words).input_ids == own(words, add_special_tokens=False).input_ids
     turns = (("human", f"<image>\n{words}"), ("gpt", words))
-    document = ChatTemplate(own, exported.layout, length + 2, "llava_v1")(
+    document = ChatTemplate(own, exported.template.layout, length + 2, "llava_v1")(
         Sample("k", "s.tar", turns, (b"",))
     )
     assert (

@@ -55,10 +55,11 @@ def test_the_library_reads_what_was_written_or_cast_bit_for_bit(tmp_path, dtype)
 
 def test_shards_hold_every_tensor_once_and_none_is_larger_than_asked_unless_one_tensor_is(tmp_path):
     tensors = {f"t{i}": torch.full((i, 10), float(i)) for i in range(1, 9)}
-    files = write_shards(
+    write_shards(
         tmp_path, {name: in_memory(tensor) for name, tensor in tensors.items()}, shard_bytes=200
     )
     index = read_json(tmp_path / INDEX)
+    files = sorted(set(index["weight_map"].values()))
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     count = len(files)
     assert count > 3 and files == [
@@ -74,7 +75,7 @@ def test_shards_hold_every_tensor_once_and_none_is_larger_than_asked_unless_one_
 
 
 def test_one_file_has_no_index(tmp_path):
-    assert write_shards(tmp_path, {"a": in_memory(torch.ones(2))}, shard_bytes=100) == [SINGLE]
+    write_shards(tmp_path, {"a": in_memory(torch.ones(2))}, shard_bytes=100)
     assert [file.name for file in tmp_path.iterdir()] == [SINGLE]
 
 

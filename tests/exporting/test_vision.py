@@ -190,8 +190,8 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(
     got = features(stock_llava(encoder, tmp_path), images(tower.image_size))
     assert got.shape == expected.shape == (3, tower.patches_per_image, tower.width)
     assert torch.allclose(got, expected, rtol=0, atol=1e-5)
-    assert encoder.image_size == tower.image_size
-    assert (encoder.image_size // encoder.patch_size) ** 2 == tower.patches_per_image
+    assert encoder.config["image_size"] == tower.image_size
+    assert (tower.image_size // encoder.patch_size) ** 2 == tower.patches_per_image
     assert (encoder.prefix_tokens, encoder.select_strategy) in [(0, "full"), (1, "default")]
     if kind in TIMM:
         assert encoder.config["model_type"] == TIMM[kind][2]

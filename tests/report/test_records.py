@@ -449,7 +449,7 @@ def test_the_last_score_of_each_benchmark_and_step_is_shown(run):
         "nonsense",
     )
     record = read_run(run)
-    assert benchmark_rows(record.benchmarks.values()) == [
+    assert list(benchmark_rows(record.benchmarks.values())) == [
         ("gqa", "exact", "0.125 ± 0.01", "500", "1", "lmms_eval 0.7.3"),
         ("gqa", "exact", "0.375 ± 0.01", "500", "3", "lmms_eval 0.7.3"),
         ("mme", "<b>", "nan", "-", "3", "lmms_eval 0.7.3"),

@@ -35,8 +35,9 @@ class MoonViTConfig(PreTrainedConfig):
 class _Positions(nn.Module):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
-        shape = config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size
-        self.weight = nn.Parameter(torch.zeros(shape))
+        self.weight = nn.Parameter(
+            torch.zeros(config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size)
+        )
 
     def forward(self, grids: list[list[int]]) -> Tensor:
         table = self.weight.permute(2, 0, 1)[None]
@@ -175,9 +176,8 @@ class MoonViTModel(PreTrainedModel):
             device=pixel_values.device,
             dtype=torch.float32,
         )
-        frequencies = steps / width
         # column, then row
-        angles = position_ids.flip(1)[:, None, :] * (1 / 10_000**frequencies)[None, :, None]
+        angles = position_ids.flip(1)[:, None, :] * (1 / 10_000 ** (steps / width))[None, :, None]
         angles = angles.flatten(1)[:, None]
         rotation = angles.cos(), angles.sin()
         hidden = self.patch_embed(pixel_values, grid_thw.tolist())

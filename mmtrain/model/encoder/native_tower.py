@@ -47,13 +47,7 @@ def on_its_device(
     """Hook: move the arguments of GLM-4.1V's embeddings to the hidden states' device, where they
     are needed.
     """
-    device = taken[0].device
-    moved = []
-    for tensor in taken:
-        if tensor.device != device:
-            tensor = copied(tensor, device)
-        moved.append(tensor)
-    return tuple(moved)
+    return tuple(map(functools.partial(copied, device=taken[0].device), taken))
 
 
 class NativeTower(VisionTower):
@@ -74,10 +68,9 @@ class NativeTower(VisionTower):
         native = family.native
         assert native is not None
         side = shape.image_size // shape.patch_size
-        has_class_token = family.class_token is not None
         super().__init__(
             model,
-            functools.partial(_features, native, side, has_class_token),
+            functools.partial(_features, native, side, family.class_token is not None),
             shape.width,
             shape.image_size,
             shape.patch_size,
@@ -123,8 +116,7 @@ class NativeTower(VisionTower):
             if received is not None:
                 taken = torch.cat([received[number] for number in numbers])
             own_cells = [cells[number] for number in numbers]
-            own_grids = [grids[number] for number in numbers]
-            output = self._call(taken, own_cells, own_grids)
+            output = self._call(taken, own_cells, [grids[number] for number in numbers])
             rows = output.reshape(-1, width).split([len(one) * per_cell for one in own_cells])
             for number, of_image in zip(numbers, rows, strict=True):
                 if self.is_last:
@@ -227,13 +219,12 @@ def _tables(
     tables = {"position_ids": vision_utils.get_vision_position_ids(sizes, block)}
     borders = {"seqlens": vision_utils.get_vision_cu_seqlens(sizes)}
     if hasattr(model, "fullatt_block_indexes"):
-        windows = vision_utils.get_vision_window_index(
+        tables["window_index"], borders["window_seqlens"] = vision_utils.get_vision_window_index(
             sizes,
             block,
             model.window_size,
             model.patch_size,
         )
-        tables["window_index"], borders["window_seqlens"] = windows
     stem = model.vision_model.embeddings if hasattr(model, "vision_model") else model
     if hasattr(stem, "num_grid_per_side"):
         made = vision_utils.get_vision_interpolation_indices_and_weights(

@@ -30,8 +30,8 @@ from mmtrain.facts.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
-from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, block_list, drop_other_blocks
-from mmtrain.model.llm.language import quiet
+from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, drop_other_blocks
+from mmtrain.model.llm.language import cut_class, quiet
 from mmtrain.model.llm.tiny import randomise, shrink
 from mmtrain.model.weights.files import Entry, open_tensors, tensor_entries
 
@@ -104,8 +104,7 @@ def timm_model(
             pretrained=True,
             pretrained_cfg_overlay=overlay,
         )
-    if held is not None:
-        drop_other_blocks(block_list(model), *held)
+    drop_other_blocks(model, held)
     return model
 
 
@@ -155,13 +154,11 @@ def _wrapped_timm(
     with foreign_files(f"model.vision.name: {folder}"):
         model = timm.create_model(
             config["architecture"],
-            pretrained=False,
             num_classes=0,
             **arguments,
         )
         wanted = set(model.state_dict())
-        if held is not None:
-            drop_other_blocks(block_list(model), *held)
+        drop_other_blocks(model, held)
         entries = encoder_tensors(folder, tensor_entries(folder))
         # of all blocks: else slices would differ in what they refuse
         if missing := sorted(wanted - entries.keys()):
@@ -244,8 +241,11 @@ def stock_config(
         config = kind.from_pretrained(folder)
     # Qwen's and GLM's: in transformers 5.17 they do not know the usual names
     if hasattr(config, "depth"):
-        usual = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-        kind.attribute_map = usual | kind.attribute_map
+        kind.attribute_map = {
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "depth",
+            **kind.attribute_map,
+        }
     return config
 
 
@@ -271,24 +271,16 @@ def _load_hf(
     config.deepstack_visual_indexes = [] if shape is None else list(shape.deepstack)
     if any(folder.glob("*.safetensors")):
         entries = encoder_tensors(folder, tensor_entries(folder))
-        opened = _open_held(entries, held)
-        weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
+        weights = {
+            "pretrained_model_name_or_path": None,
+            "state_dict": _open_held(entries, held),
+        }
     else:
         # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's
         # weights_only
         weights = {"pretrained_model_name_or_path": folder, "local_files_only": True}
 
-    def build(
-        model: transformers.PreTrainedModel,
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        stock.__init__(model, *arguments, **options)
-        if held is not None:  # before memory is taken for them
-            drop_other_blocks(block_list(model), *held)
-
-    # The name and module of the stock class: transformers finds its conversions by them.
-    part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+    part_class = cut_class(stock, lambda model: drop_other_blocks(model, held))
     with foreign_files(f"model.vision.name: {folder}"), quiet():
         model, info = part_class.from_pretrained(
             **weights,
@@ -390,18 +382,10 @@ def made_up_encoder(
             options = config_json["model_args"] or {}
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            published = timm.create_model(
-                architecture,
-                pretrained=False,
-                **options,
-            )
+            published = timm.create_model(architecture, **options)
         pixels = MADE_UP_PATCHES * square(published.patch_embed.patch_size, "patches", name)
         options = {**options, "depth": depth, "img_size": pixels}
-        model = timm.create_model(
-            architecture,
-            pretrained=False,
-            **options,
-        )
+        model = timm.create_model(architecture, **options)
     randomise(model, seed=0)
     return _cut_timm(model, name, -1, dtype, final_norm, None)
 

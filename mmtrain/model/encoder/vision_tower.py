@@ -225,12 +225,12 @@ def block_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     )
 
 
-def drop_other_blocks(
-    blocks: nn.Sequential | nn.ModuleList,
-    first: int,
-    last: int,
-) -> None:
-    """Put bookends in the places of all blocks but [first, last)."""
+def drop_other_blocks(model: nn.Module, held: Blocks | None) -> None:
+    """Put bookends in the places of all of an encoder's blocks but `held`; None: keep all."""
+    if held is None:
+        return
+    first, last = held
+    blocks = block_list(model)
     assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
     for i, block in enumerate(blocks):
         if not first <= i < last:

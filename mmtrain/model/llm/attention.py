@@ -46,16 +46,14 @@ _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # sin
 
 # Arguments that layers hand on and that change nothing: the mask already says what sliding_window
 # and position_ids mean, the rest asks for outputs or caches that do not exist here.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache_position",
-        "is_causal",
-        "output_attentions",
-        "output_router_logits",
-        "position_ids",
-        "sliding_window",
-    }
-)
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_router_logits",
+    "position_ids",
+    "sliding_window",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +121,7 @@ class NoPadding(Tensor):
 
 
 _EQUALS = torch._C.TensorBase.__eq__  # what `mask == 1` calls
-_KEEP_TRUE = frozenset({Tensor.to, Tensor.__getitem__, Tensor.contiguous})
+_KEEP_TRUE = {Tensor.to, Tensor.__getitem__, Tensor.contiguous}
 
 
 @contextmanager
@@ -360,7 +358,7 @@ def _attend(
     if softcap is None and sinks is None:
         causal = (window is None or keys <= window) and queries in (1, keys)
         seen = None if causal else _visible(queries, keys, window, q.device)
-        attended = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -368,8 +366,7 @@ def _attend(
             is_causal=causal and queries > 1,
             scale=scale,
             enable_gqa=groups > 1,
-        )
-        return attended.transpose(1, 2)
+        ).transpose(1, 2)
     if groups > 1:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
@@ -396,7 +393,7 @@ def _visible(
     j = torch.arange(keys, device=device)
     seen = i >= j
     if window is not None:
-        seen = seen & (i - j < window)
+        seen &= i - j < window
     return seen
 
 
@@ -518,7 +515,7 @@ _RECORD: ContextVar[set[Backend] | None] = ContextVar("record", default=None)
 @contextmanager
 def record_backends() -> Iterator[set[Backend]]:
     """Collect the backends that compute attention and recurrent layers within this context."""
-    backends: set[Backend] = set()
+    backends = set()
     token = _RECORD.set(backends)
     try:
         yield backends
@@ -537,7 +534,7 @@ def describe_backends(
     """Return a record and a line of text for each backend; `backends` are those of each rank in
     turn.
     """
-    ranks_of: dict[Backend, list[int]] = {}
+    ranks_of = {}
     for rank, used in enumerate(backends):
         for backend in sorted(used, key=str):
             ranks_of.setdefault(backend, []).append(rank)
@@ -733,9 +730,8 @@ def flash_takes_images(
         dtype=torch.int32,
         device=device,
     )
-    shape = (1, 2, 61, width)
-    states = [torch.randn(shape, generator=generator, device=device) for _ in range(4)]
-    upstream = states.pop().transpose(1, 2)
+    *states, upstream = torch.randn(4, 1, 2, 61, width, generator=generator, device=device)
+    upstream = upstream.transpose(1, 2)
     inputs = [one.to(dtype).requires_grad_() for one in states]
     exact = [one.detach().float().requires_grad_() for one in inputs]
     images = zip(*(one.split((13, 1, 47), 2) for one in exact), strict=True)

@@ -29,11 +29,10 @@ class Bookend(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.hand_in: Tensor | None = None
-        self.handed_out: Tensor | None = None
+        self.hand_in = self.handed_out = None
         # bamba's and falcon_h1's layers return a tuple, which their models take apart.
         steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(type(layer).forward)))
-        self._behind: tuple[None, ...] | None = None
+        self._behind = None
         for one, after in steps:
             if (one.opname, after.opname) == ("BUILD_TUPLE", "RETURN_VALUE"):
                 self._behind = (None,) * (one.arg - 1)

@@ -11,7 +11,7 @@ stage would multiply granite's 12 in.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -272,7 +272,7 @@ class DecoderLayers(nn.Module):
             self.model.set_submodule(path, decoder)
 
     def head_parameters(self) -> list[nn.Parameter]:
-        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
+        return list(self.model.get_output_embeddings().parameters())
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter with its global name; a tied head beside its embedding is one
@@ -389,11 +389,7 @@ def load_decoder_layers(
     layers = decoder_layers(model)
     for i in range(first, last):
         if i not in at_once:
-            part = weights.load(
-                range(i, i + 1),
-                embedding=False,
-                head=False,
-            )
+            part = weights.load(range(i, i + 1), embedding=False, head=False)
             layers[i] = decoder_layers(part)[i]
             for module in layers[i].modules():
                 if "config" in vars(module):  # one for the whole model, as the stock model has it
@@ -453,15 +449,9 @@ class _Weights:
         """Load the model with these decoder layers alone, on the CPU, and the ends that are asked
         for.
         """
-        stock = self._stock
         first, last = layers.start, layers.stop
 
-        def build(
-            model: PreTrainedModel,
-            *arguments: Any,
-            **options: Any,
-        ) -> None:
-            stock.__init__(model, *arguments, **options)
+        def cut(model: PreTrainedModel) -> None:
             drop_tower(model)
             absent = absent_modules(
                 model,
@@ -494,14 +484,8 @@ class _Weights:
             return holds_layer_0(first, last)
 
         tensors = open_tensors({name: self._files[name] for name in filter(wanted, self._files)})
-        # The name and module of the stock class: transformers finds its conversions by them.
-        part_class = type(
-            stock.__name__,
-            (stock,),
-            {"__init__": build, "__module__": stock.__module__},
-        )
         with quiet():
-            model, report = part_class.from_pretrained(
+            model, report = cut_class(self._stock, cut).from_pretrained(
                 None,
                 config=self.config,
                 state_dict=tensors,
@@ -521,6 +505,22 @@ class _Weights:
                 "Download the model again"
             )
         return model
+
+
+def cut_class(
+    stock: type[PreTrainedModel],
+    cut: Callable[[PreTrainedModel], None],
+) -> type[PreTrainedModel]:
+    """Return a stock class that calls `cut` on a model once it is built, before it takes memory.
+
+    It has the stock class's name and module: transformers finds its conversions by them.
+    """
+
+    def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        stock.__init__(model, *arguments, **options)
+        cut(model)
+
+    return type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
 
 
 def _initialise_present_layers(model: PreTrainedModel) -> None:
@@ -596,8 +596,10 @@ def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:
         section = [frequencies - height - width, height, width]
         rope = {**text["rope_parameters"], "mrope_section": section, **more}
         text |= {"model_type": f"{family}_text", "rope_parameters": rope}
-    tied = bool(getattr(language, "tie_word_embeddings", False))
-    return transformers.CONFIG_MAPPING[family](text_config=text, tie_word_embeddings=tied)
+    return transformers.CONFIG_MAPPING[family](
+        text_config=text,
+        tie_word_embeddings=bool(getattr(language, "tie_word_embeddings", False)),
+    )
 
 
 def is_mrope_class(config: PreTrainedConfig) -> bool:
@@ -639,8 +641,12 @@ def _set_options(config: PreTrainedConfig) -> None:
     """Switch off outputs that config.json may ask for and a stage does not return: they keep
     activations alive.
     """
-    names = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache")
-    for option in names:
+    for option in (
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "use_cache",
+    ):
         if getattr(config, option, False):
             setattr(config, option, False)
 

@@ -67,8 +67,8 @@ class LastLayer:
     def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
         queries = _named(layer, QUERY_PROJECTIONS)
         keys = _named(layer, KEY_PROJECTIONS)
-        self.whole: Forward = layer.forward
-        self.on_rows: Forward = functools.partial(run_on_rows, layer.forward, queries, keys)
+        self.whole = layer.forward
+        self.on_rows = functools.partial(run_on_rows, layer.forward, queries, keys)
         if recompute:
             self.whole = recomputing(self.whole)
             self.on_rows = recomputing(self.on_rows)

@@ -39,7 +39,7 @@ class _SupervisedLossSum(torch.autograd.Function):
         wants_rows = rows.requires_grad
         row_gradient = torch.zeros_like(rows) if wants_rows else None
         parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        total = torch.zeros((), device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
             part = slice(begin, begin + chunk)
             with torch.enable_grad():
@@ -113,7 +113,7 @@ def loss_sum_and_predictions(
     `supervised_loss_sum`.
     """
     chunk = _rows_per_chunk(vocab_size)
-    total = torch.zeros((), dtype=torch.float32, device=rows.device)
+    total = torch.zeros((), device=rows.device)
     predicted = torch.empty_like(targets)
     for begin in range(0, rows.shape[0], chunk):
         part = slice(begin, begin + chunk)
@@ -137,8 +137,7 @@ def count_answers(labels: Tensor, predicted: Tensor) -> Tensor:
     answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1
     answers = int(begins.sum())
     wrong = (predicted != copied(labels[supervised], device)).long()
-    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device)
-    wrong_tokens.index_add_(0, copied(answer, device), wrong)
+    wrong_tokens = wrong.new_zeros(answers).index_add(0, copied(answer, device), wrong)
     all_answers = torch.full((), answers, device=device)
     return torch.stack([(1 - wrong).sum(), all_answers, (wrong_tokens == 0).sum()]).double()
 

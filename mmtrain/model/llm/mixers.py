@@ -91,7 +91,7 @@ class Sequences:
         if len(groups) > 1:
             inverse = copied(torch.cat(in_groups).argsort(), device)
 
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        numbers = torch.repeat_interleave(lengths)[None]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         borders = {
             "cu_seq_lens_q": copied(offsets.int(), device),
@@ -230,14 +230,11 @@ class ByDocument:
         short that a leak shows.
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
-        shape = (1, sum(_TRIED), hidden.shape[-1])
-        inputs = torch.randn(
-            shape,
-            generator=generator,
-            device=hidden.device,
-        )
-        upstream = torch.randn(
-            shape,
+        inputs, upstream = torch.randn(
+            2,
+            1,
+            sum(_TRIED),
+            hidden.shape[-1],
             generator=generator,
             device=hidden.device,
         )

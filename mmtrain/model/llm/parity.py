@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from mmtrain.base.errors import UserError
 from mmtrain.model.llm.attention import ATTENTION, document_positions
 from mmtrain.model.llm.bookends import decoder_layers
-from mmtrain.model.llm.language import DecoderLayers, is_mrope_class, slice_of
+from mmtrain.model.llm.language import is_mrope_class, slice_of
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
 from mmtrain.model.llm.tiny import VOCABULARY, draw_scales, tiny_model
 from mmtrain.model.weights.streaming import StreamedLayers
@@ -61,7 +61,7 @@ class _Trial:
             times = torch.zeros_like(documents)
             self._rotary = torch.stack([times, documents // 5, documents % 5])
             self._positions = torch.cat([documents[None], self._rotary])
-        self.slices: list[DecoderLayers] = []
+        self.slices = []
         self._embedded = embedded = []
 
         def keep(*call: Any) -> Tensor:
@@ -125,10 +125,15 @@ def measure_differences(
     streamed = StreamedLayers(HostSource(torch.device("cpu"))) if streams else None
     borders = [0, *cut_points, model.config.get_text_config().num_hidden_layers]
     for i, (first, last) in enumerate(pairwise(borders)):
-        is_last = i == len(cut_points)
-        trial.slices.append(
-            slice_of(model, first, last, embedding=i == 0, head=is_last, streamed=streamed)
+        part = slice_of(
+            model,
+            first,
+            last,
+            embedding=i == 0,
+            head=i == len(cut_points),
+            streamed=streamed,
         )
+        trial.slices.append(part)
     sliced = trial.run(trial.staged)
     return Differences(
         _largest_difference(sliced, unsliced),

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -43,17 +43,13 @@ def refusing_unused(
     context.
     """
     unused = set()
-    handles = []
-    for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            unused.add(name)
-            handle = module.register_forward_hook(lambda *_, name=name: unused.discard(name))
-            handles.append(handle)
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if hasattr(module, "base_layer"):
+                unused.add(name)
+                hook = module.register_forward_hook(lambda *_, name=name: unused.discard(name))
+                hooks.enter_context(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if unused:
         layers = sorted(adapted_layer(canonical_name(f"{name}.weight")) for name in unused)
         raise UserError(
@@ -94,12 +90,11 @@ def add_adapters(
     # In a list, which has no `config`: in a MoE model itself peft adapts every layer whose last
     # name is a target's.
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
-    transposed = any(type(layer) is Conv1D for layer in layers.values())
     described = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=pattern,
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=any(type(layer) is Conv1D for layer in layers.values()),
     )
     with torch.random.fork_rng(devices=[]):  # what peft draws is drawn anew below
         inject_adapter_in_model(described, nn.ModuleList([model]))

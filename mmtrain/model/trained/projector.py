@@ -19,7 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.facts.model_files import read_header
-from mmtrain.facts.models import Models, models_of
+from mmtrain.facts.models import Models
 from mmtrain.facts.projector import connector, connector_parameters, has_deepstack
 from mmtrain.model.trained.lora import generator_of
 from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
@@ -48,7 +48,7 @@ class PixelShuffle(nn.Module):
     def __init__(
         self,
         factor: int,
-        feature_first: bool = False,
+        feature_first: bool,
     ) -> None:
         super().__init__()
         self.factor = factor
@@ -114,7 +114,7 @@ class Projector(nn.Module):
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
         super().__init__()
-        self._branches: list[list[nn.Module]] = [[]]  # modules in the order in which they run
+        self._branches = [[]]  # modules in the order in which they run
         self.factor = connectors.factor_of(operations)
         # (D,), which `arranged` puts between the positions that the projector makes
         self.image_newline: nn.Parameter | None = None
@@ -183,7 +183,7 @@ def make_projector(
         projector = Projector(operations)
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
+            value = torch.full(parameter.shape, float(name == "weight"))
             path = f"{module_name}.{name}".lstrip(".")
             generator = generator_of(f"{seed}/projector/{path}")
             if isinstance(module, nn.Linear):
@@ -202,8 +202,7 @@ def starting_projector(models: Models, seed: int) -> Projector:
     projector = make_projector(models.connector, seed)
     init_from = models.section.projector.init_from
     if init_from is not None:
-        tensors = projector.state_dict()
-        projector.load_state_dict(tensors | read_projector(init_from, models.connector))
+        projector.load_state_dict(read_projector(init_from, models.connector), strict=False)
     return projector
 
 
@@ -221,7 +220,7 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     trained = open_tensors({name: (name, file) for name in names})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
 
-    models = models_of(config)
+    models = checkpoint.models
     section = models.section.projector
     # Names are known without the models' files, but for how many blocks DeepStack takes.
     if has_deepstack(section):
@@ -296,7 +295,6 @@ def _read(files: ProjectorFiles) -> dict[str, Tensor]:
         entries = tensor_entries(source)
         wanted = {name: entries[name] for name in files.shapes}
     try:
-        lazy = open_tensors(wanted)
-        return {name: tensor[...] for name, tensor in lazy.items()}
+        return {name: tensor[...] for name, tensor in open_tensors(wanted).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None

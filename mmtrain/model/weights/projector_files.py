@@ -247,7 +247,7 @@ def _in_checkpoint(
     init_from = checkpoint.config.model.projector.init_from
     if init_from is not None:
         find_projector(init_from, later | {folder})
-    shapes = {p.name: p.shape for p in connector_parameters(models_of(checkpoint.config).connector)}
+    shapes = {p.name: p.shape for p in connector_parameters(checkpoint.models.connector)}
     return ProjectorFiles(file, shapes, checkpoint, is_part=True)
 
 

@@ -94,7 +94,7 @@ class StreamedLayer:
         """The layer is whole until `let_go`. `room` says where its buffer's memory comes from."""
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        self.homes: list[torch.Tensor] = []  # views of the buffer, one for each parameter
+        self.homes = []  # views of the buffer, one for each parameter
         sizes = [p.nbytes for p in self.parameters]
         offsets, total = offsets_of(sizes)
         self.bytes = source.padded(total)
@@ -132,9 +132,9 @@ class StreamedLayers:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
         self.fetch_count = self.planned_fetches = 0  # of all lists that were followed
-        self.before_wait: Wait = lambda: None  # called around each wait for a fetch
-        self.after_wait: Wait = lambda: None
-        self._whole: list[int] = []  # there, or on their way
+        self.before_wait = lambda: None  # called around each wait for a fetch
+        self.after_wait = lambda: None
+        self._whole = []  # there, or on their way
         # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer
         # would fit any more.
         self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None

@@ -79,7 +79,7 @@ class HostSource(Source):
         self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
         # ranks of the group on this machine, the first of which fills the memory
-        self._here: list[int] = []
+        self._here = []
         if self._group is not None:
             machines = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(machines, _machine(), group=self._group)
