@@ -129,7 +129,7 @@ class Calibrator:
         for stage in self._stages.values():
             stage.forward()
             stage.backward()
-        self._messages = None
+        self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
             channels = Channels(plan, dist.get_rank(), device, timeout)
             integers = torch.zeros((2, *alone.input.shape[:2]), dtype=torch.int64)
@@ -144,7 +144,7 @@ class Calibrator:
                 device,
                 self._compute,
             )
-        self.seconds = defaultdict(list)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         """Seconds in every round, by what was measured."""
 
     def _build(self, build: Callable[[StagePlan], Stage]) -> dict[str, SingleStage]:

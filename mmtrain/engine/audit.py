@@ -62,8 +62,8 @@ class RankAudit:
         # as plans call it: NoOp where nothing trains
         self.optimizer = type(optimizer).__name__.removesuffix("Optimizer")
         self.masters = masters
-        self.stored = {}
-        self.frozen = {}
+        self.stored: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
         for stage in stages.values():
             for name, parameter in stage.global_parameters():
                 tensors = self.stored if parameter.requires_grad else self.frozen

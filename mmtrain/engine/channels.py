@@ -73,9 +73,10 @@ class Channels:
         timeout_seconds: int,
     ) -> None:
         self._sends: Sends = []
-        self._awaited = {}  # works and tensors, by what posted the receive
+        # by what posted the receive
+        self._awaited: dict[Instruction, tuple[list[dist.Work], list[Tensor]]] = {}
         # by source, destination (pipeline ranks) and kind
-        self._channels = {}
+        self._channels: dict[tuple[int, int, str], _Channel] = {}
         self._ranks = plan.pipeline
         self._chain = ranks_of(plan.chain)
 

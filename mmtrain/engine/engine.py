@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
@@ -29,7 +29,7 @@ from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import expected_batch, warm_up
-from mmtrain.engine.statistics import COUNTS, RankSums, Statistics, StepResult
+from mmtrain.engine.statistics import COUNTS, RankSums, Slot, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.facts.models import models_of
 from mmtrain.model.llm.loss import count_answers
@@ -69,7 +69,7 @@ class FrozenPipelineEngine:
         self.optimizer = self.weights.optimizer
         packs = config.train.packs_per_microbatch
         self._deepspeed = deepspeed_engine(packs, plan, stages, self.optimizer)
-        self.device = self._deepspeed.device
+        self.device: torch.device = self._deepspeed.device
         self.pipeline_rank = self._deepspeed.stage_id
         self.global_rank = self._deepspeed.global_rank
         self._replica = plan.ranks[self.global_rank].data
@@ -87,7 +87,7 @@ class FrozenPipelineEngine:
         """Whether a stop was requested from any rank, as of the latest `train_step` or
         `evaluate`.
         """
-        self.saw_gradient = set()
+        self.saw_gradient: set[str] = set()
         """Trainable parameters that had a non-zero gradient in an applied step: these must have
         moved.
         """
@@ -210,16 +210,15 @@ class FrozenPipelineEngine:
         self._batches = batches
         self.is_training = trains
         """Whether `train_step` runs, or ran last, and not `evaluate`."""
-        # by stage and micro-batch
-        self._input = {}
-        self._output = {}
-        self._integers = {}
+        self._input: dict[Slot, Tensor] = {}
+        self._output: dict[Slot, Tensor | GradientEdge] = {}
+        self._integers: dict[Slot, Tensor] = {}
         self._sums = RankSums(self.device)
         # By replica and micro-batch: on the last stage loss sum and supervised tokens, on stage 0
         # keys of the samples.
-        self._losses = {}
-        self._keys = {}
-        self.predicted = {}
+        self._losses: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[Slot, tuple[str, ...]] = {}
+        self.predicted: dict[int, Tensor] = {}
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the
         latest `evaluate`.
         """

@@ -45,7 +45,7 @@ class MasterWeights:
         stored: Mapping[str, nn.Parameter],
         config: OptimizerSection,
     ) -> None:
-        self.by_name = {}
+        self.by_name: dict[str, nn.Parameter] = {}
         self._pairs = []
         for name, parameter in stored.items():
             master = parameter

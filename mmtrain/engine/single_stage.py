@@ -3,6 +3,7 @@ time it.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ class SingleStage:
             dtype=module.dtype,
             device=device,
         )
-        self.upstream = None
+        self.upstream: Tensor | None = None
         if not module.language.has_head:
             self.upstream = torch.randn_like(self.input)
 
@@ -141,7 +142,7 @@ class SingleStage:
                 device=device,
             )
 
-        self._taken = None
+        self._taken: PackedBatch | Tensor | None = None
         if module.projector is not None:
             self._taken = batch
         elif vision is not None and batch.tiles is not None:
@@ -150,7 +151,7 @@ class SingleStage:
         # made by another rank's slice
         if self.features is not None and not vision.is_last:
             self.features = made_up(vision.feature_shape)
-        self._kept = None
+        self._kept: Any = None
 
     def prepare(self, *, recomputes: bool = False) -> None:
         """Let all decoder layers recompute their activations or none, and encode again where the

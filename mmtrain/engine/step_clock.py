@@ -90,8 +90,8 @@ class StepClock:
         self._before_weights = heap_bytes() - held_bytes
         self._peak_bytes = 0
         self._together = self._begun = self._now()
-        self._marks = []  # (work, instruction or None, when it ended)
-        self._instruction = None  # which runs; None: none does, or it is done
+        self._marks: list[tuple[Work, Instruction | None, Any]] = []
+        self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
         self.seconds = 0.0
         """When this rank last left a reduction, in seconds since its clock was made."""
 

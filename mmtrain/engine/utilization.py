@@ -24,8 +24,8 @@ class Utilization:
         calibration = find_calibration(config, self._models, device)
         self._peak_flops = calibration and calibration.matmul_flops_per_second
         self._steps = 0
-        self._idle = []  # seconds, by rank
-        self._window = []
+        self._idle: list[float] = []  # seconds, by rank
+        self._window: list[float] = []
         self._flops = 0.0
 
     def add(self, step: StepResult) -> dict[str, Any]:

@@ -162,10 +162,10 @@ class Cuts:
         self.costs = costs
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
-        self.whole = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
+        self.whole: Slices = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
         self.instructions_left = SIMULATED_INSTRUCTIONS  # that may still be simulated
-        self._plain = {}  # schedules, by their shape
-        self._ranks = {}  # costs, by the schedule's shape, rank, layers and blocks
+        self._plain: dict[tuple[int, int], PlainSchedule] = {}
+        self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
 
     def placed(self, cut: Cut, slices: Slices) -> tuple[PlainSchedule, tuple[RankCost, ...]]:
         """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing

@@ -175,9 +175,9 @@ class _Recorded:
         per_later_rank = min(stages_per_rank, 2)
         least = (stages_per_rank - 1) * pipeline + 1
         self.limit = [least + per_later_rank * later for later in reversed(range(pipeline))]
-        self.orders = [[] for _ in range(pipeline)]
+        self.orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
         self.kept = [0] * pipeline
-        self.done = {}  # the tick after which it is done
+        self.done: dict[Instruction, int] = {}  # the tick after which it is done
         self.tick = 0
 
     def run_tick(self) -> None:

@@ -79,7 +79,7 @@ class Search:
         self.cuts = Cuts(costs)
         self.pipeline = self.cuts.pipeline
         self.microbatches = self.cuts.microbatches
-        self.encoder_ranks = (0,)
+        self.encoder_ranks: Literal["auto"] | Sequence[int] = (0,)
         if encoder_ranks != 0 and costs.encodes_anywhere and costs.costs.encoder.blocks:
             self.encoder_ranks = encoder_ranks
 

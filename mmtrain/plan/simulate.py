@@ -98,14 +98,14 @@ class Program:
     def __init__(self, schedule: Schedule) -> None:
         """Raises ValueError where no rank can go on."""
         self.ranks = len(schedule)
-        self.steps = []
+        self.steps: list[tuple[int, int, int, int, int, Step]] = []
         """What works or carries a message: what it is, rank, its kind, its message and channel (-1:
-        none), and the step.
+        none).
         """
-        self.kinds = []
-        self.counts = Counter()  # by rank and kind
-        self.channels = {}  # numbers of them
-        self.messages = {}  # likewise
+        self.kinds: list[_Kind] = []
+        self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
+        self.channels: dict[tuple[int, int, str], int] = {}
+        self.messages: dict[Message, int] = {}
         posted = set()  # by one side
         kinds = {}
         spared = [*map(_spared, schedule)]

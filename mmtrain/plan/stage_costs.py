@@ -200,7 +200,7 @@ class StageCosts:
         trains = [bool(layer.trainable_names) for layer in costs.layers]
         self.first_trainable = trains.index(True)
         self.first_trainable_decoder_layer = max(0, self.first_trainable - 1)
-        self.usable_bytes = math.inf
+        self.usable_bytes: float = math.inf
         if setting.memory_bytes is not None:
             self.usable_bytes = math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
 
@@ -214,7 +214,7 @@ class StageCosts:
             encoder.hidden_bytes,
         )
 
-        self._run_begins = []  # for each layer the first of the unbroken run of its kind
+        self._run_begins: list[int] = []  # for each layer the first of the unbroken run of its kind
         for i, layer in enumerate(costs.layers):
             continues = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if continues else i)

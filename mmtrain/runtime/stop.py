@@ -60,7 +60,7 @@ class StopRequest:
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else StopFile(path)
-        self._signalled_at = None
+        self._signalled_at: float | None = None
 
     @property
     def asked(self) -> bool:

@@ -37,7 +37,7 @@ class Console:
         self._max_steps = max_steps
         self._first_step = done_steps
         self._printed_at = -math.inf
-        self._timed_from = None  # steps done, and when
+        self._timed_from: tuple[int, float] | None = None
         self._bar = open_bar(stream, "step", max_steps, done_steps)
 
     def step(

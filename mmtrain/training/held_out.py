@@ -19,7 +19,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import EvalSection, RunConfig
-from mmtrain.data.samples.sample import IGNORE, Document
+from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
@@ -67,7 +67,7 @@ class HeldOut:
         config = packed.config
         self.packed = packed
         self.capacity = packed.processor.capacity
-        self.faults = []
+        self.faults: list[QuarantinedSample] = []
         with _naming_the_source(config.eval):
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]

@@ -4,6 +4,7 @@ rank.
 
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ class _Run:
         self.first_step = 0
         if self.start is not None:
             self.first_step = self.start.checkpoint.step
-        self.loss = None  # of the latest step
+        self.loss: float | None = None  # of the latest step
 
     def open_data(self) -> None:
         """Open the data on the ranks that read them; share their fingerprint and the number of
@@ -119,7 +120,7 @@ class _Run:
         config = self.config
         rank = self.rank
         plan = self.plan
-        self.packed = None
+        self.packed: PackedBatches | None = None
         self.held_out = None
         if self.place.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
@@ -205,7 +206,7 @@ class _Run:
         files = {}
         for start in starts:
             files |= start["files"]
-        self.about = {  # in every checkpoint
+        self.about: dict[str, Any] = {  # in every checkpoint
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(
@@ -278,7 +279,7 @@ class _Run:
             self._report,
             saved_step,
         )
-        self.evaluations = None
+        self.evaluations: Evaluations | None = None
         if config.eval.is_on:
             self.evaluations = Evaluations(
                 config.eval,

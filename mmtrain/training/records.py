@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.account import SampleLog
 from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
@@ -173,11 +174,11 @@ class Recorder:
             ranks=rank.world_size,
         )
 
-        self.account = None
-        self.batches = None
+        self.account: SampleLog | None = None
+        self.batches: Generator[PackedBatch] | None = None
         self._utilization = Utilization(config, device) if writes else None
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
-        self._traced = []
+        self._traced: list[TracedStep] = []
 
         own = set().union(*(stage.attention for stage in engine.stages.values()))
         backends = gather_to_rank_0(own)

@@ -73,7 +73,7 @@ class Trackers:
     ) -> None:
         """Open the trackers, and give each the records of earlier steps that it lacks."""
         self._print_info = print_info
-        self._trackers = {}
+        self._trackers: dict[str, Any] = {}
         text = dump_config(config, for_others=True)
         values = disclosed(config.model_dump(mode="json"))
         makers = {
