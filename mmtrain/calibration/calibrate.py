@@ -473,7 +473,7 @@ def table(calibration: Calibration) -> list[str]:
 
     A row has the seconds and bytes that one more layer of its kind adds.
     """
-    columns = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
+    columns: tuple[str, ...] = ("one more", ">forward\nms", ">backward\nms", ">recomputing\nms")
     layers = []
     for name, layer in calibration.layers.items():
         times = (layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds)

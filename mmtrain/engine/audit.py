@@ -304,7 +304,7 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
     unnoticed. `starts` are all ranks' `RankAudit.start()`. Besides replicas, slices of an encoder
     hold the same tensors: its stem.
     """
-    holders = {}
+    holders: dict[str, dict[str, Any]] = {}
     for start in starts:
         for name, digest in start["tensors"].items():
             first = holders.setdefault(name, start)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -25,7 +26,7 @@ def with_formats(config: RunConfig) -> RunConfig:
     make_demo_data(config)
     data = config.data
     names = [one.form.name for one in data_sets(data)]
-    changes = {}
+    changes: dict[str, Any] = {}
     if data.format == AUTO:
         changes["data.format"] = names[0]
     if data.sets is not None:
@@ -46,7 +47,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
     """
     config = with_formats(config)
     found = {}
-    trained = set()
+    trained: set[Path] = set()
     for one in data_sets(config.data):
         key = f"data.sets ({one.name})" if one.name else "data.shards"
         found[key] = one
@@ -64,7 +65,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
         )
     layout = models_of(config).layout
     how = {}
-    shards_of = {}
+    shards_of: dict[Tokenization, list[Path]] = {}
     for key, one in found.items():
         how[key] = Tokenization(config.model.llm.path, config.data.template, layout, one.form)
         shards_of.setdefault(how[key], []).extend(one.shards)

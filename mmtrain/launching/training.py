@@ -98,7 +98,7 @@ def train(config: RunConfig, options: Options) -> int:
 
     # Which formats data have can be seen where they are read alone: there the ranks compare the
     # data themselves.
-    details = []
+    details: list[str] = []
     compared = None if alone else agreement(config, plan, options.trace or 0)
     if any(rank_plan.pipeline == 0 for rank_plan in here):
         with logs_shown(print_info, details.append):
@@ -157,7 +157,7 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
     )
     compared = agreement(config, plan, options.trace or 0)
     start = None
-    details = []
+    details: list[str] = []
     if is_first:
         with logs_shown(print_info, details.append):
             config = check_data(config, others_wait=len(plan.ranks) > 1)

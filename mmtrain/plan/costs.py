@@ -536,7 +536,7 @@ class EncoderCost:
         """Bytes of one ENCODE of a slice with `blocks` blocks, as measured, else those of the whole
         encoder.
         """
-        measured = self.working_bytes
+        measured: int | None = self.working_bytes
         if not first:
             measured = self.later_working_bytes
         elif blocks == 0:
@@ -627,7 +627,7 @@ def _encoder_parts(
     norm = []
     patches = work.tiles * vision.patches_per_image
     rows = work.tiles * vision.features_per_image
-    blocks = {}
+    blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
     for parameter in vision.parameters:
         is_trained = parameter.name in trained
         elements = parameter.numel

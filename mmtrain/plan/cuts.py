@@ -84,9 +84,9 @@ def even_cut(
     layers = costs.count
     least = costs.costs.first_layers
     # before each stage: end -> (seconds, begin of the last)
-    rows = [{0: (0.0, 0)}]
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(stages):
-        row = {}
+        row: dict[int, tuple[float, int]] = {}
         ends = range(stage + least, layers - stages + stage + 2)
         if stage == stages - 1:
             ends = range(layers, layers + 1)
@@ -165,7 +165,7 @@ class Cuts:
         self.whole: Slices = (costs.costs.encoder.blocks, *[0] * (self.pipeline - 1))
         self.instructions_left = SIMULATED_INSTRUCTIONS  # that may still be simulated
         self._plain: dict[tuple[int, int], PlainSchedule] = {}
-        self._ranks: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...], int], RankCost] = {}
+        self._ranks: dict[tuple[tuple[int, int], int, Ranges, int], RankCost] = {}
 
     def placed(self, cut: Cut, slices: Slices) -> tuple[PlainSchedule, tuple[RankCost, ...]]:
         """Return the plain schedule of a cut, and what its ranks cost with these slices if nothing
@@ -237,7 +237,7 @@ class Cuts:
         if stages <= decoder and uniform_cut(decoder, stages)[1] >= least:
             seeds.append(uniform_cut(decoder, stages))
 
-        scored = []
+        scored: list[tuple[_Score, Cut]] = []
         for seed in dict.fromkeys(seeds):
             score = self._score(seed, share, must=not scored)
             if score is not None:

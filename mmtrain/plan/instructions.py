@@ -202,7 +202,7 @@ def user_of(receive: Instruction) -> Instruction:
 def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
     """A rank's list, each instruction with its message."""
     chain = chain_of(schedule)
-    posted = {}  # by the instruction that uses it
+    posted: dict[Instruction, Message] = {}  # by the instruction that uses it
     for x in schedule[rank]:
         message = posted.get(x)
         if x.op in SENDS or x.op in RECEIVES:
@@ -220,8 +220,8 @@ def all_steps(schedule: Schedule) -> list[Step]:
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
     order = []
-    sent = {None}
-    waiting = {}  # what each rank does next
+    sent: set[Message | None] = {None}
+    waiting: dict[int, Step] = {}  # what each rank does next
 
     def waits(step: Step) -> bool:
         return step.instruction.op not in SENDS | RECEIVES and step.message not in sent
@@ -263,7 +263,7 @@ def in_common_order(schedule: Schedule) -> Schedule:
     order at which it is sent. So the first operation that is not done never waits for a later one
     (tests/deadlocks.py).
     """
-    ordered = [[] for _ in schedule]
+    ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):
         if x.op not in RECEIVES and x.stage >= 0:
             ordered[rank].append(x)
@@ -309,7 +309,7 @@ def uses_of(
     """The streamed decoder layers that a list uses, in order; those from `first_trainable_layer` on
     run backward.
     """
-    uses = []
+    uses: list[int] = []
     for x in instructions:
         layers = streamed.get(x.stage, ())
         if x.op is Op.FORWARD:
@@ -334,7 +334,7 @@ def fetches_of(uses: Sequence[int]) -> list[int]:
     """Return the layers that are fetched for these uses, in order, if no layer is whole before and
     after them.
     """
-    whole = (None,)
+    whole: tuple[int | None, ...] = (None,)
     fetches = []
     for layer, following in with_following(uses):
         if layer not in whole:

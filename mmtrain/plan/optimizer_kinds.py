@@ -94,7 +94,7 @@ def parameter_groups(config: OptimizerSection, names: Iterable[str]) -> list[Par
         remaining = [name for name in remaining if name not in members]
         name = REST if group is rest else ", ".join(group.match)
         lr = config.lr if group.lr is None else group.lr
-        spared = ()
+        spared: tuple[str, ...] = ()
         weight_decay = group.weight_decay
         if weight_decay is None:
             weight_decay = config.weight_decay

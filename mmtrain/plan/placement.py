@@ -65,7 +65,7 @@ def placements(
     that are least ahead. Those without gaps come last, since their bound is far from what their
     lists take.
     """
-    bounds = {}
+    bounds: dict[Chain, float] = {}
     for filled, least in _fills(program, microbatches, seconds, chain).values():
         if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches:
             bounds[filled] = least
@@ -213,7 +213,7 @@ def _fill(
     Encodes that find no gap come at the step's end. Returns the encodes of each slice and a lower
     bound of the step's seconds.
     """
-    slices = {}
+    slices: dict[int, _Slice] = {}
     if len(chain) == 1:  # no messages
         seconds = replace(seconds, features=MessageCost())
     for rank in chain:
@@ -245,7 +245,7 @@ def _fill(
         done = begin + (others.forward if x.op is Op.FORWARD else others.backward)[x.stage]
         least = max(least, done + slices[rank].encode(slices[rank].left, done) + seconds.end)
 
-    placed = [None] * len(seconds.encode)
+    placed: list[Encodes | None] = [None] * len(seconds.encode)
     needed = forwards
     ahead = 0
     for rank in reversed(chain):

@@ -190,7 +190,7 @@ def _rank(
     encoder = costs.costs.encoder
     blocks = layout.slices[pipeline_rank]
     stages = []
-    names = []
+    names: list[str] = []
     elements = recomputed = 0
     flops = Flops(encoder.block_forward * blocks)
     if pipeline_rank == 0:

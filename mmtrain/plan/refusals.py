@@ -305,7 +305,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     """Name parameters and modules like a pattern; with a wildcard also the names of all layers at
     once.
     """
-    candidates = {}
+    candidates: dict[str, None] = {}
     for name in names:
         if "*" in pattern:
             name = re.sub(r"\.\d+(?=\.|$)", ".*", name)

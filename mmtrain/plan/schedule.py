@@ -30,6 +30,7 @@ from mmtrain.plan.instructions import (
     EVALUATION_END,
     TRAINING_END,
     Instruction,
+    Message,
     Op,
     Orders,
     Schedule,
@@ -100,7 +101,7 @@ def prelude(encodes: Chain) -> Schedule:
     """The lists before the first step of a process: every slice encodes what it is ahead when a
     step begins.
     """
-    orders = [[] for _ in encodes]
+    orders: list[list[Instruction]] = [[] for _ in encodes]
     for rank in ranks_of(encodes):
         orders[rank] = [Instruction(Op.ENCODE, rank, k) for k in range(encodes[rank].ahead)]
     return _with_messages(orders, len(orders), len(orders), ranks_of(encodes), ())
@@ -269,7 +270,7 @@ def leading_encodes(
     With one stage a rank, and in evaluations, any lead and chain finishes; other lists surely do
     where all is encoded first.
     """
-    encodes = [None] * len(schedule)
+    encodes: list[Encodes | None] = [None] * len(schedule)
     for rank in chain:
         computes = [x for x in schedule[rank] if x.op in COMPUTES]
         before = [int(x.op is Op.FORWARD and x.stage == rank) for x in computes] + [0]
@@ -291,9 +292,9 @@ def _with_messages(
     """Add LOAD, sends, receives and the step's end to each rank's computes."""
     ranks = len(orders)
     # by channel, in the order sent
-    incoming = defaultdict(deque)
+    incoming: dict[tuple[int, int, str], deque[Message]] = defaultdict(deque)
     # else an earlier step has sent it
-    to_come = set()
+    to_come: set[Message | None] = set()
     for order in orders:
         for x in order:
             message = sent_after(x, ranks, stages, first_trainable_stage, chain)

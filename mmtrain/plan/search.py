@@ -91,7 +91,7 @@ class Search:
             counts = self._possible_counts()
         else:
             counts = (stages_per_rank,)
-        cuts = {count: [] for count in counts}
+        cuts: dict[int, list[Cut]] = {count: [] for count in counts}
         best = None
         if self.encoder_ranks in ("auto", (0,)):
             best = self._best(cuts, self._shares_on_rank_0(), self._on_rank_0, None)
@@ -124,7 +124,7 @@ class Search:
         there (7% in one).
         """
         shares = []
-        holders = range(self.pipeline)
+        holders: Sequence[int] = range(self.pipeline)
         if self.encoder_ranks != "auto":
             holders = self.encoder_ranks
             if 0 in holders:

@@ -106,8 +106,8 @@ class Program:
         self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
         self.channels: dict[tuple[int, int, str], int] = {}
         self.messages: dict[Message, int] = {}
-        posted = set()  # by one side
-        kinds = {}
+        posted: set[int] = set()  # by one side
+        kinds: dict[tuple[Op, int, int], int] = {}
         spared = [*map(_spared, schedule)]
         chain = chain_of(schedule)
         steps = all_steps(schedule)
@@ -297,7 +297,7 @@ def instants(
     `polls`: sends that are known to be gone are let go at the next send; else all are kept until
     the step's end.
     """
-    gone = [{} for _ in schedule]
+    gone: list[dict[int, int]] = [{} for _ in schedule]
     if polls:
         gone = _known_gone(schedule)
     walks = (_walk(schedule, rank, buffers, its) for rank, its in enumerate(gone))
@@ -315,12 +315,12 @@ def _walk(
     """
     ranks = len(schedule)
     instructions = schedule[rank]
-    buffered = {}
+    buffered: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
     chain = chain_of(schedule)
     waiting = _waiting_at_begin(schedule, rank, buffers)
-    on_their_way = []  # (index at which it is known to be gone, bytes)
+    on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
 
     def note(op: Op, slot: int) -> None:
         key = op, slot, tuple(kept)
@@ -387,10 +387,10 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
     A slice's message is gone, too, when its sender runs a FORWARD of that micro-batch: its features
     have been used.
     """
-    sent = {}  # where its sender lists it
-    used = {}  # where its receiver uses it, if it does in this step
-    forwards = {}  # by rank and micro-batch, the first
-    flows = defaultdict(list)  # by source and destination
+    sent: dict[Message, int] = {}  # where its sender lists it
+    used: dict[Message, int] = {}  # where its receiver uses it, if it does in this step
+    forwards: dict[tuple[int, int], int] = {}  # by rank and micro-batch, the first
+    flows: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by source and destination
     for rank in range(len(schedule)):
         for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
             if x.op is Op.FORWARD:
@@ -401,7 +401,7 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
             elif message is not None and x.op not in RECEIVES:
                 used[message] = i
 
-    gone = [{} for _ in schedule]
+    gone: list[dict[int, int]] = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
         # In the order sent; a slice's may be used in another step.
         back = flows.get((destination, source), ())
@@ -424,7 +424,7 @@ def _largest(moments: Sequence[Instant]) -> tuple[Instant, ...]:
     """Drop instants that another one of the same work exceeds in everything: fewer to look at for
     each peak.
     """
-    result = []
+    result: list[Instant] = []
     for instant in sorted(moments, key=lambda x: (-sum(x.kept), -x.buffers)):
         if not any(_exceeds(larger, instant) for larger in result):
             result.append(instant)

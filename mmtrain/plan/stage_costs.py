@@ -115,7 +115,7 @@ def streamed_layers(
                 candidates.append((stage, entry, layer))
     count = min(count, len(candidates))
 
-    entries = [[] for _ in stages]
+    entries: list[list[int]] = [[] for _ in stages]
     saved = buffers = largest = 0
     for chosen in spread(count, len(candidates)):
         stage, entry, layer = candidates[chosen]

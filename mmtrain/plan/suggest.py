@@ -157,7 +157,7 @@ def suggest(
     every = [_with_bound(config, x, models, limit, device) for x in changes]
     used = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf] or every
 
-    layouts = []
+    layouts: list[SuggestedLayout] = []
     tried = not_tried = 0
     for candidate in sorted(used, key=lambda x: (x.size.is_quantised, x.bound)):
         if not _may_be_best(candidate, layouts):

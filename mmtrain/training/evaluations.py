@@ -160,7 +160,7 @@ class Evaluations:
         unfinished answers for each token.
         """
         held_out = self._held_out
-        answers = []
+        answers: list[Writing] = []
         if held_out is not None:
             tokenizer = held_out.packed.processor.tokenizer
             room = held_out.capacity.tokens

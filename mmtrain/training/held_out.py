@@ -224,10 +224,10 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     images (a data set may list its pictures twice). Texts and labels stay: an image is stretched to
     the size of the one that it replaces.
     """
-    images = []
+    images: list[tuple[bytes, ...]] = []
     for pack in packs:
         images += [document.sample.images for document in pack.entries]
-    groups = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
     others = list(images)

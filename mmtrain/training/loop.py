@@ -203,7 +203,7 @@ class _Run:
         starts = all_gather_object(self.audit.start())
         check_replicas(starts)
 
-        files = {}
+        files: dict[str, str] = {}
         for start in starts:
             files |= start["files"]
         self.about: dict[str, Any] = {  # in every checkpoint

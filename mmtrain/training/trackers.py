@@ -76,7 +76,7 @@ class Trackers:
         self._trackers: dict[str, Any] = {}
         text = dump_config(config, for_others=True)
         values = disclosed(config.model_dump(mode="json"))
-        makers = {
+        makers: dict[str, Callable[[], Any]] = {
             "tensorboard": functools.partial(_TensorBoard, folder, text, first_step),
             "wandb": functools.partial(_WandB, folder, values),
         }
