@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from mmtrain.base.errors import UserError
@@ -79,7 +79,7 @@ class Sublayer(IntEnum):
     OUTPUT_NORM = 9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """A transformer block. Its parameters are recognised by their stock names below `prefix` (see
     `sublayer_of`).
@@ -132,7 +132,7 @@ class Block:
         return width
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Mixer:
     """A recurrent mixer: a convolution over a few tokens, and a state that each token changes, if
     it has one.
@@ -356,12 +356,9 @@ class _BlockParts:
     rows: float
     query_share: float  # of a fused projection's features
     parts: list[Part]
-
-    def __post_init__(self) -> None:
-        # by sublayer, elements, tokens and module: whether a matrix trains that reads it; an input
-        # of several matrices is kept once
-        self.shared_inputs = {}
-        self.mlps = {}  # inner widths, by module and sublayer
+    # whether a matrix trains that reads it; an input of several matrices is kept once
+    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = field(default_factory=dict)
+    mlps: dict[str, dict[Sublayer, float]] = field(default_factory=dict)  # inner widths, by module
 
     def add(self, parameter: ParameterShape) -> None:
         local = parameter.name.removeprefix(self.block.prefix)

@@ -217,9 +217,10 @@ class _LayerCosts:
     vision_size: int = 2
     quantisation: Quantisation | None = None
     optimizer: OptimizerKind = ADAMW
+    # every kind of decoder layer
+    decoder: dict[tuple, tuple[LayerKind, LayerCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.decoder = {}  # every kind of decoder layer with its cost, by what makes it a kind
         names = (p.name for p in self.models.parameters)
         self.trained = frozenset(name for name in names if matches_any(name, self.trainable))
 

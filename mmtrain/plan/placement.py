@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mmtrain.plan.instructions import Op, Schedule, Step
@@ -98,11 +98,9 @@ class _Slice:
     seconds: float  # of one encode, with its messages
     left: int  # micro-batches to encode
     first: int  # number of encodes before the first compute in any case
-
-    def __post_init__(self) -> None:
-        self.before = []  # number of encodes before each compute
-        self.begins = []  # of each encode
-        self.compute = None  # the latest one, and when it begins
+    before: list[int] = field(default_factory=list)  # number of encodes before each compute
+    begins: list[float] = field(default_factory=list)  # of each encode
+    compute: tuple[Step, float] = field(init=False)  # the latest one, and when it begins
 
     def encode(self, count: int, now: float) -> float:
         self.before.append(count)

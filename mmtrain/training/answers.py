@@ -5,7 +5,7 @@ a document's prompt + the tokens written so far --Writing.ask--> a document --th
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -59,10 +59,10 @@ class Writing:
 
     source: Document
     eos: int | None
+    tokens: list[int] = field(default_factory=list)
+    asked: Document | None = None  # the document whose last position predicts the next token
 
     def __post_init__(self) -> None:
-        self.tokens = []
-        self.asked = None  # the document whose last position predicts the next token
         labels = self.source.labels
         begin = next(t for t, label in enumerate(labels) if label != IGNORE)
         self.prompt = self.source.input_ids[: begin + 1]

@@ -175,7 +175,7 @@ class ShardStats:
     def add(self, job: ShardJob, finished: FinishedShard) -> None:
         """Take a job's result; raises UserError once more records are bad than are allowed."""
         allowed = self.validator.allowed_rejections
-        for rejection in sorted(job.rejected + finished.rejected):
+        for rejection in sorted(job.rejected + finished.rejected, key=lambda bad: bad.record):
             source, number = place(self.validator.sources, rejection.record)
             self.rejected.write(
                 file=source.name,
