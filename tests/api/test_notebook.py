@@ -36,6 +36,7 @@ def text_of(cell) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [12, 160])
 def test_it_trains_watches_asks_and_exports(here, steps):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -45,7 +46,7 @@ def test_it_trains_watches_asks_and_exports(here, steps):
     shortened = f'"train.max_steps={steps}", "run.overwrite=true"'
     plan.source = plan.source.replace('"run.overwrite=true"', shortened)
     assert shortened in plan.source
-    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": here}}).execute()
+    nbclient.NotebookClient(notebook, timeout=840, resources={"metadata": {"path": here}}).execute()
     assert re.findall(r"^(\d) (\w+) ([\d,]+)", text_of(plan), re.MULTILINE) == [
         ("0", "AdamW", "33,024"),
         *((str(rank), "NoOp", "0") for rank in (1, 2, 3)),
