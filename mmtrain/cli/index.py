@@ -102,7 +102,7 @@ def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Path, ...
                 if isinstance(one.shards, str):
                     names.append(one.shards)
                 else:
-                    names.extend(one.shards)
+                    names.extend(one.shards or ())
     make_demo_shards(names, "SHARDS")
     return find_shards(names, allow_pipe)
 

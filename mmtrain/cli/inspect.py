@@ -40,7 +40,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.verify import verify_shard
+from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.inspection.reading import (
     WORDS_HELP,
@@ -213,7 +213,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"checksums to compare with (the first is {without[0]}). "
             f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
         )
-    damages = []
+    damages: list[DamagedMember] = []
     samples = compared = done = 0
     started = time.monotonic()
 
