@@ -314,7 +314,7 @@ def make_document(
 
 def _uncut(document: Document) -> tuple[Tiling, ...]:
     images = 0 if document.images is None else len(document.images)
-    return (Tiling.uncut(document.ids.count(IMAGE_POSITION) // images),) * images if images else ()
+    return (Tiling(0, 0, document.ids.count(IMAGE_POSITION) // images),) * images if images else ()
 
 
 def as_batch(microbatch: Microbatch, pack_length: int, has_grid: bool = False) -> PackedBatch:
