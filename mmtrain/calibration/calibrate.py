@@ -519,7 +519,7 @@ def calibrate(
     file: Path,
     rank: Rank,
     *,
-    can_cut: bool,
+    can_cut: bool = True,
 ) -> None:
     """Run a rank of a calibration; rank 0 writes the file and prints what was measured.
 

@@ -26,14 +26,14 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.prepare.sharding import KeyedSample, write_shards
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.shards.shard_list import SPLITS, demo_shards
-from mmtrain.demo.pictures import Scans, lay, paint
+from mmtrain.demo.pictures import Scans, Use, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import Turns, ask_next, ask_reversed, converse
 from mmtrain.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 SAMPLES = {split: 6400 if split.endswith("train") else 256 for split in SPLITS}
-USES = {"train": "projector", "held-out": "held-out"}
+USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
 TEXT = "text-"  # before the name of a split without pictures
 NEXT = "next-"  # before the name of the split whose pictures they are
 SHEET = "sheet-"  # the same, laid on sheets

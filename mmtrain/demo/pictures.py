@@ -37,7 +37,7 @@ GROUND = 60  # brightest ground, of 255
 SHEET_TILES = 4
 
 Use = Literal["encoder", "projector", "held-out"]
-SHARES = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
+SHARES: dict[Use, float] = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
 
 
 class Scans:

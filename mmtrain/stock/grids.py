@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmtrain.facts.models import Models
 from mmtrain.layouts.layout import Tiling
-from mmtrain.layouts.native import FRAMES, Native, patch_rows
+from mmtrain.layouts.native import FRAMES, Native, PatchOrder, patch_rows
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.stock.stock_class import ExportedEncoder, Inputs, NestedClass, Settings, of_images
 from mmtrain.stock.stock_folder import CONFIG, IMAGES, Keys, StockFolder, unfit
@@ -63,7 +63,7 @@ class HyperCLOVAXVisionV2(NestedClass):
     block = 2  # patches a side that stand together
     frames = 1  # that its processor counts when it bounds pixels
     default_bounds = (56 * 56, 28 * 28 * 1280)  # in pixels
-    patches = "c t dy dx"
+    patches: ClassVar[PatchOrder] = "c t dy dx"
 
     def text_config(self, language: Settings) -> Settings:
         return {**language, **self.text_keys}

@@ -140,17 +140,17 @@ class StockClass(ExportedClass):
     last_block = False  # whether it takes the last block's output alone
     # whether its processor bounds the longest edge, not image tokens
     bounds_edge = False
-    layouts = (Square.name,)  # values of model.vision.layout
+    layouts: ClassVar[tuple[str, ...]] = (Square.name,)  # values of model.vision.layout
     # values of data.image_fit that its processor can make of one square
-    fits = ("resize",)
+    fits: ClassVar[tuple[str, ...]] = ("resize",)
     # values of model.projector.factor, 1 for none
-    factors = (1, 2, 3, 4)
-    encoders = ()  # kinds that it takes; all where none is named
-    not_encoders = ()  # kinds that it loads and cannot run
-    misplaced = frozenset()  # patches a side that it places wrongly
+    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
+    not_encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it loads and cannot run
+    misplaced: ClassVar[frozenset[int]] = frozenset()  # patches a side that it places wrongly
     largest_grid: ClassVar[int | None] = None  # patches a side up to which `misplaced` is known
     # model_type of classes that compute the same; a run may begin with theirs
-    also = ()
+    also: ClassVar[tuple[str, ...]] = ()
     # model_type of encoders in its folders that no family here has
     own_encoders: ClassVar[tuple[str, ...]] = ()
 
@@ -183,7 +183,7 @@ class StockClass(ExportedClass):
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
     # that its processor counts; it must be neither padding nor in a text
     video_token: ClassVar[str | None] = None
-    more_tokens = ()  # others that its processor adds to the tokenizer
+    more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
 
     @property
     def model_types(self) -> tuple[str, ...]:
