@@ -115,7 +115,8 @@ class Mistral3(LlavaPixtral):
         }
 
     def read(self, folder: StockFolder) -> Keys:
-        return {"factor": self.factor(folder, "spatial_merge_size"), **super().read(folder)}
+        factor = self.factor(folder, "spatial_merge_size")
+        return {**super().read(folder), "factor": factor}
 
 
 class LightOnOcr(Mistral3):
@@ -151,4 +152,5 @@ class LightOnOcr(Mistral3):
         return {"image_token": IMAGE_MARK, **dict.fromkeys(_TEXTS, tokenizer.pad_token)}
 
     def read(self, folder: StockFolder) -> Keys:
-        return {"factor": self.factor(folder, "spatial_merge_size"), **self.size(folder)}
+        factor = self.factor(folder, "spatial_merge_size")
+        return {**self.size(folder), "factor": factor}

@@ -39,7 +39,7 @@ class _SupervisedLossSum(torch.autograd.Function):
         wants_rows = rows.requires_grad
         row_gradient = torch.zeros_like(rows) if wants_rows else None
         parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        total = torch.zeros((), device=rows.device)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
             part = slice(begin, begin + chunk)
             with torch.enable_grad():
@@ -113,7 +113,7 @@ def loss_sum_and_predictions(
     `supervised_loss_sum`.
     """
     chunk = _rows_per_chunk(vocab_size)
-    total = torch.zeros((), device=rows.device)
+    total = torch.zeros((), dtype=torch.float32, device=rows.device)
     predicted = torch.empty_like(targets)
     for begin in range(0, rows.shape[0], chunk):
         part = slice(begin, begin + chunk)

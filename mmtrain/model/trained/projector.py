@@ -183,7 +183,7 @@ def make_projector(
         projector = Projector(operations)
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.full(parameter.shape, float(name == "weight"))
+            value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
             path = f"{module_name}.{name}".lstrip(".")
             generator = generator_of(f"{seed}/projector/{path}")
             if isinstance(module, nn.Linear):
@@ -202,7 +202,8 @@ def starting_projector(models: Models, seed: int) -> Projector:
     projector = make_projector(models.connector, seed)
     init_from = models.section.projector.init_from
     if init_from is not None:
-        projector.load_state_dict(read_projector(init_from, models.connector), strict=False)
+        tensors = projector.state_dict()
+        projector.load_state_dict(tensors | read_projector(init_from, models.connector))
     return projector
 
 
