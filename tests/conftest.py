@@ -39,9 +39,9 @@ DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 # "nightly": ...}.
 SECONDS = ROOT / "tests" / "seconds.json"
 LEAST = 5  # seconds; pieces below are not recorded
-# .ci/run runs one part of the nightly tests: as many parts as keep each below 35 minutes of 2
-# cores.
-NIGHTLY_PARTS = 5
+# .ci/run runs one part of the nightly tests, at most 35 minutes. A fifth of them took 18 minutes of
+# 2 cores on one machine, and 33 on another.
+NIGHTLY_PARTS = 10
 
 
 def piece_of(nodeid: str) -> str:
