@@ -166,6 +166,7 @@ def test_benchmark_runs_nothing_of_the_current_folder_and_its_driver_ends_with_i
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)  # it installs lmms-eval
 def test_the_held_out_task_gets_the_runs_own_score(tmp_path):
     """Installs lmms-eval, 0.5 GB."""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
