@@ -121,7 +121,7 @@ class NoPadding(Tensor):
 
 
 _EQUALS = torch._C.TensorBase.__eq__  # what `mask == 1` calls
-_KEEP_TRUE = {Tensor.to, Tensor.__getitem__, Tensor.contiguous}
+_KEEP_TRUE = {Tensor.to, Tensor.__getitem__, Tensor.contiguous, Tensor.view}
 
 
 @contextmanager
