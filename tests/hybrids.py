@@ -1,6 +1,10 @@
 """Settings of every supported family with recurrent layers, for transformers' configs of six
-layers.
+layers; configs of families that an older transformers may lack.
 """
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 HYBRIDS: dict[str, dict] = {
     "qwen3_next": {},
@@ -17,3 +21,10 @@ HYBRIDS: dict[str, dict] = {
     "kimi_linear": {},
     "minimax": {},
 }
+
+
+def family_config(family: str, **values: object) -> PreTrainedConfig:
+    """Return a family's config; skip the test where the installed transformers lacks it."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return CONFIG_MAPPING[family](**values)

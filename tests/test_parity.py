@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hybrids import HYBRIDS
+from hybrids import HYBRIDS, family_config
 from ranks import run_ranks
 from scenes import (
     Case,
@@ -25,7 +25,6 @@ from scenes import (
 )
 from sweeps import sweep
 from tiers import nightly
-from transformers import CONFIG_MAPPING
 
 from mmtrain.engine.optimizer import learning_rate
 from mmtrain.model.llm.tiny import tiny_model
@@ -167,7 +166,7 @@ def test_a_hybrid_llm_trains_on_packs_as_its_stock_class_on_each_document(
     tmp_path, family, layouts
 ):
     save_parts(tmp_path, layers=6)
-    tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(
+    tiny_model(family_config(family, num_hidden_layers=6, **HYBRIDS[family]), 0).save_pretrained(
         tmp_path / "llm"
     )
     loss, gradients = stock_gradients(stock_llava(tmp_path, seed=0), STEPS["packed"])

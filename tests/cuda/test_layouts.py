@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_ranks import fake_runtime, run_gpu_ranks
+from hybrids import family_config
 from ranks import run_ranks
 from scenes import (
     arrays,
@@ -33,7 +34,6 @@ from scenes import (
 )
 from sweeps import sweep
 from tiny_models import make_tokenizer
-from transformers import CONFIG_MAPPING
 from whole_models import save_whole, whole_config
 
 from mmtrain.facts.models import models_of
@@ -135,7 +135,7 @@ def parts(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         save_parts(folder, layers=LAYERS)
         if family != "llama":
-            tiny_model(CONFIG_MAPPING[family](num_hidden_layers=LAYERS), seed=0).save_pretrained(
+            tiny_model(family_config(family, num_hidden_layers=LAYERS), seed=0).save_pretrained(
                 folder / "llm"
             )
         return folder

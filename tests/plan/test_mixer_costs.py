@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hybrids import HYBRIDS
+from hybrids import HYBRIDS, family_config
 from packaging.version import Version
 from sweeps import sweep
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.facts.encoders import TESTED_TRANSFORMERS
@@ -83,7 +82,7 @@ def test_a_recurrent_layer_without_its_tensors_is_refused_by_name(lacking: str) 
 def test_a_recurrent_layer_costs_what_torch_counts(
     family: str, document: int, tmp_path: Path
 ) -> None:
-    model = tiny_model(CONFIG_MAPPING[family](num_hidden_layers=6, **HYBRIDS[family]), 0)
+    model = tiny_model(family_config(family, num_hidden_layers=6, **HYBRIDS[family]), 0)
     model.save_pretrained(tmp_path)
     shape = llm_shape(str(tmp_path))
     named = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from hybrids import HYBRIDS
+from hybrids import HYBRIDS, family_config
 from peft import LoraConfig, inject_adapter_in_model
 from sweeps import sweep
 from torch import nn
@@ -79,7 +78,7 @@ BORDERS = {
 @pytest.fixture(scope="module", params=sweep(FAMILIES, DAILY))
 def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
     family = request.param
-    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 6, **FAMILIES[family]})
+    config = family_config(family, **{"num_hidden_layers": 6, **FAMILIES[family]})
     folder = tmp_path_factory.mktemp(family)
     tiny_model(config, seed=0).save_pretrained(folder)
     return family, folder
@@ -208,11 +207,7 @@ SCALED = (
 
 
 def scaled_config(family: str, **values) -> PreTrainedConfig:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = CONFIG_MAPPING[family](
-        **{"num_hidden_layers": 6, **FAMILIES.get(family, {}), **values}
-    )
+    config = family_config(family, **{"num_hidden_layers": 6, **FAMILIES.get(family, {}), **values})
     return draw_scales(config, seed=1)
 
 

@@ -4,7 +4,7 @@ more work.
 
 import pytest
 import torch
-from hybrids import HYBRIDS
+from hybrids import HYBRIDS, family_config
 from sweeps import sweep
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
@@ -78,8 +78,8 @@ OPTIONS = {
 
 def model_of(family: str, **options) -> PreTrainedModel:
     return tiny_model(
-        CONFIG_MAPPING[family](
-            **{"num_hidden_layers": LAYERS, **OPTIONS.get(family, {}), **options}
+        family_config(
+            family, **{"num_hidden_layers": LAYERS, **OPTIONS.get(family, {}), **options}
         ),
         0,
     )
