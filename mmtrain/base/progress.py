@@ -20,6 +20,7 @@ class ProgressBar:
     total: int
     stream: TextIO | None = None  # carries the bar where it is a terminal
     counted: str = "samples"
+    is_brief: bool = False  # no line at the end of what took less than one is waited for
 
     def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()
@@ -38,7 +39,9 @@ class ProgressBar:
                 left = (now - self.started) / done * (self.total - done)
                 said += f"  ETA {clock(left)}"
             self.bar.update(0, completed=done, said=said, note=note)
-        elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
+        elif now - self.printed >= SECONDS_BETWEEN_LINES or (
+            done == self.total and not self.is_brief
+        ):
             self.printed = now
             text = f"{done:,} of {self.total:,} {self.unit}  {rate}  {note}"
             _log.info(text.rstrip())

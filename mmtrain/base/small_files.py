@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,14 +46,15 @@ def refuse_lost_link(path: Path) -> None:
         )
 
 
-def read_limited(path: Path, limit: int, what: str) -> bytes:
-    """Return all bytes of a file, at most `limit`; `what` is the kind of file that errors ask for.
+@contextlib.contextmanager
+def opened(path: Path, what: str) -> Iterator[BinaryIO]:
+    """Open a file to read; `what` is the kind of file that errors ask for.
 
-    Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
+    Raises FileNotFoundError, and UserError for what is no file or cannot be read.
     """
     try:
         with open_file(path) as stream:
-            content = stream.read(limit + 1)
+            yield stream
     except FileNotFoundError:
         refuse_lost_link(path)
         raise
@@ -63,6 +64,15 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
         raise UserError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
         ) from None
+
+
+def read_limited(path: Path, limit: int, what: str) -> bytes:
+    """Return all bytes of a file, at most `limit`; `what` is the kind of file that errors ask for.
+
+    Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
+    """
+    with opened(path, what) as stream:
+        content = stream.read(limit + 1)
     if len(content) > limit:
         raise UserError(
             f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large"

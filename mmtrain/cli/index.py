@@ -27,7 +27,6 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
@@ -75,7 +74,8 @@ def run(options: Namespace) -> None:
             stream=sys.stdout,
         )
     surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
-    assert surveyed.text_tokens is not None  # a fingerprint was given
+    # a fingerprint was given
+    assert surveyed.text_tokens is not None and surveyed.catalog is not None
     longest = surveyed.text_tokens.max(initial=0)
     print_result(
         f"{len(tars):,} shards, {len(surveyed.images):,} samples, {surveyed.images.sum():,} images",
@@ -84,7 +84,7 @@ def run(options: Namespace) -> None:
         f"samples that cannot be trained on: {surveyed.reasons.total():,}",
         *reason_lines(surveyed.reasons),
     )
-    refuse_useless_shards(tars, reading, "SHARDS")
+    surveyed.catalog.refuse_useless_shards("SHARDS")
 
 
 def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Path, ...]:

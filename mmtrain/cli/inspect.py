@@ -94,10 +94,10 @@ def run(options: Namespace) -> int:
             _show(tars, reading, options)
             return 0
         surveyed = survey(tars, reading.fingerprint, reading.layout, reading.form)
-        assert surveyed.sample_set is not None  # the shards are indexed for this configuration
+        assert surveyed.catalog is not None  # the shards are indexed for this configuration
         for length in options.pack_length or (reading.pack_length,):
             capacity = Capacity(length, reading.max_tiles_per_pack)
-            fills.append(epoch_fill([surveyed.sample_set], capacity))
+            fills.append(epoch_fill(surveyed.catalog.sample_sets[0], capacity))
     if options.json:
         print_result(json.dumps(_as_dict(surveyed, reading, fills)))
     else:

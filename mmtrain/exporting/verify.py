@@ -144,7 +144,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
     for number in numbers:
         if len(samples) == count:
             break
-        document = catalog.faults.get(number) or processor.read(reader, number)
+        document = catalog.fault(number) or processor.read(reader, number)
         if isinstance(document, Document) and any(label != IGNORE for label in document.labels):
             batch = make_batch(
                 [Pack((document,))],

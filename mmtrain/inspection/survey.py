@@ -6,9 +6,10 @@ sets of samples --order.PackOrder, as training plans-->
     Fill: packs, share of their tokens that is no padding
 """
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.shards.index import MAKE, read_index
-from mmtrain.data.stream.catalog import Catalog, DataSet, positions_and_tiles
+from mmtrain.data.shards.index import MAKE, counts_of, faults_of, read_tables, sums_of
+from mmtrain.data.stream.catalog import Catalog
+from mmtrain.data.stream.counting import Measure, count_samples, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
+from mmtrain.data.stream.stored import StoredSet
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -38,7 +41,7 @@ class Survey:
     text_tokens: ndarray | None  # (usable samples,) int64 tokens without those of images
     # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     reasons: Counter[str]
-    sample_set: SampleSet | None  # what planning needs of them; None without text lengths
+    catalog: Catalog | None  # None without text lengths
     layout: ImageLayout
     # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
     taken: ndarray
@@ -75,7 +78,7 @@ def survey(
 ) -> Survey:
     """Read the index of every shard, as training does.
 
-    Raises what `read_index` and `Catalog` raise.
+    Raises what `read_index` and `count_samples` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
@@ -87,20 +90,20 @@ def survey(
     taken = []
     texts = set()
     for tar in tars:
-        index = read_index(tar)
-        tar_bytes += index.tar_bytes
-        images.append(index.image_counts)
-        all_sizes = index.flat_image_sizes
-        sizes.append(all_sizes[all_sizes.any(axis=1)])
-        taken.append(positions_and_tiles(index, layout)[0])
-        faults = index.faults.get(form.reading)
-        if faults is None:
+        header, tables = read_tables(tar)
+        tar_bytes += header.tar_bytes
+        images.append(counts_of(tables["samples"]["image_end"]))
+        of_images = tables["images"]
+        sizes.append(np.column_stack([of_images["width"], of_images["height"]]))
+        taken.append(positions_and_tiles(tables, layout)[0])
+        if form.reading not in header.readings:
             raise UserError(
-                f"{tar}: its index has samples of format {', '.join(index.faults)} only. "
+                f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
                 f"Index it: {MAKE} {tar}"
             )
+        faults = faults_of(tables, form.reading)
         reasons.update(reason for reason, _ in faults.values())
-        texts.add((tuple(index.texts), tuple(index.faults)))
+        texts.add((tuple(header.texts), tuple(header.readings)))
     if fingerprint is None and len(texts) == 1:
         fingerprints, readings = texts.pop()
         if len(fingerprints) == len(readings) == 1:
@@ -108,28 +111,32 @@ def survey(
 
     of_samples = np.concatenate(images).astype(np.int32)
     of_images = np.concatenate(taken)
+    all_sizes = np.concatenate(sizes)
     is_known = of_images[:, 0] > 0
     text_tokens = None
-    sample_set = None
+    catalog = None
     if fingerprint is not None:
-        data_set = DataSet(tuple(tars), form=form)
-        catalog = Catalog([data_set], [fingerprint], layout, MAX_IMAGE_PIXELS)
-        reasons = Counter(fault.reason for fault in catalog.faults.values())
-        sample_set = catalog.sample_sets[0]
-        is_usable = catalog.lengths != UNUSABLE
+        measure = Measure(
+            form.reading, fingerprint, layout, MAX_IMAGE_PIXELS, Capacity(sys.maxsize)
+        )
+        view = count_samples(tars, measure)
+        catalog = Catalog([StoredSet(view, measure, 1.0, "", form)])
+        reasons = catalog.reasons
+        lengths = catalog.sample_sets[0].lengths
+        is_usable = lengths != UNUSABLE
         places = np.repeat(np.arange(len(of_samples)), of_samples)
         of_images_alone = np.bincount(places, of_images[:, 0], len(of_samples))
-        text_tokens = (catalog.lengths - of_images_alone.astype(np.int64))[is_usable]
+        text_tokens = (lengths - of_images_alone.astype(np.int64))[is_usable]
         is_known &= is_usable[places]
     return Survey(
         shards=len(tars),
         bytes=tar_bytes,
         images=of_samples,
-        image_sizes=np.concatenate(sizes).astype(np.int32),
+        image_sizes=all_sizes[all_sizes.any(axis=1)],
         fingerprint=fingerprint,
         text_tokens=text_tokens,
         reasons=reasons,
-        sample_set=sample_set,
+        catalog=catalog,
         layout=layout,
         taken=of_images[is_known],
     )
@@ -150,14 +157,21 @@ class Fill:
     overlong: int  # samples that do not fit into a pack
 
 
-def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
+def epoch_fill(one: SampleSet, capacity: Capacity) -> Fill:
     """Plan an epoch as a run with seed 0 and the default windows does.
 
     558,000 samples take a second.
     """
+    fits = sums_of(capacity.fit(one.lengths, one.tiles), one.firsts[1:])
+    if not fits.any():
+        return Fill(capacity.tokens, 0, 0.0, int((one.lengths > 0).sum()))
+    sets = [replace(one, fits=fits)]
     defaults = DataSection.model_construct()
     order = PackOrder(sets, 0, capacity, defaults.shuffle_shards, defaults.pack_window)
-    plan = order.plan(0)
-    tokens = int(order.lengths[plan.samples].sum(dtype=np.int64))
-    room = max(len(plan), 1) * capacity.tokens
-    return Fill(capacity.tokens, len(plan), tokens / room, plan.overlong)
+    epoch = order.epoch(0)
+    packs = tokens = 0
+    for number in range(epoch.groups):
+        group = order.group(0, number)
+        packs += len(group)
+        tokens += int(one.lengths[group.samples].sum(dtype=np.int64))
+    return Fill(capacity.tokens, packs, tokens / (packs * capacity.tokens), epoch.overlong)

@@ -18,7 +18,10 @@ from mmtrain.data.samples.records import BadSample, Turns
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample, Sizes
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.data.stream.catalog import Catalog, Reader
+from mmtrain.data.stream.counting import Measure, count_samples
+from mmtrain.data.stream.order import Capacity
+from mmtrain.data.stream.stored import StoredSet
 from mmtrain.inspection.reading import Reading
 from mmtrain.layouts.layout import ImageLayout
 
@@ -65,8 +68,15 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    data_set = DataSet(shards, form=reading.form)
-    catalog = Catalog([data_set], [reading.fingerprint], reading.layout, MAX_IMAGE_PIXELS)
+    measure = Measure(
+        reading.form.reading,
+        reading.fingerprint,
+        reading.layout,
+        MAX_IMAGE_PIXELS,
+        Capacity(sys.maxsize),
+    )
+    view = count_samples(shards, measure)
+    catalog = Catalog([StoredSet(view, measure, 1.0, "", reading.form)])
     tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those
     # without one.
@@ -75,10 +85,10 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     indexes = {tar: read_index(tar) for tar in shards}
     tokenized = []
     for tar, place in places:
-        number = catalog.firsts[shards.index(tar)] + place
+        number = int(catalog.sample_sets[0].firsts[shards.index(tar)]) + place
         members = indexes[tar].members[place]
         sizes = indexes[tar].image_sizes[place]
-        fault = catalog.faults.get(number)
+        fault = catalog.fault(number)
         sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):
             fault = sample

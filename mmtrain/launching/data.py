@@ -1,21 +1,25 @@
 """A run's data as its launcher sees them: there, of a known format, indexed, held out or not."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import Tokenization
-from mmtrain.data.shards.detection import AUTO, refuse_useless_shards
-from mmtrain.data.shards.index import MAKE
-from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
+from mmtrain.data.shards.detection import AUTO
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
-from mmtrain.data.stream.catalog import data_sets, evaluated_set
+from mmtrain.data.stream.catalog import Catalog
+from mmtrain.data.stream.pack_counts import with_packs
+from mmtrain.data.stream.stored import (
+    DataSet,
+    StoredData,
+    data_sets,
+    evaluated_set,
+    store_set,
+)
 from mmtrain.demo.data import make_demo_data
-from mmtrain.facts.models import models_of
-
-INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
+from mmtrain.runtime.gpus import usable_cores
 
 
 def with_formats(config: RunConfig) -> RunConfig:
@@ -39,46 +43,47 @@ def with_formats(config: RunConfig) -> RunConfig:
     return config.changed(changes)
 
 
-def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
-    """Refuse unusable data before a rank starts, index the rest; return `with_formats(config)`.
+def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredData]:
+    """Refuse unusable data before a rank starts, index and count the rest on all cores.
 
-    With `others_wait` other processes wait for this one, with a timeout: indexing that takes long
-    is refused.
+    Returns `with_formats(config)`, and what the ranks open. With `others_wait` other processes wait
+    for this one, with a timeout: indexing that takes long is refused.
     """
     config = with_formats(config)
     found = {}
-    trained: set[Path] = set()
     for one in data_sets(config.data):
         key = f"data.sets ({one.name})" if one.name else "data.shards"
         found[key] = one
-        trained.update(map(Path.resolve, one.shards))
     if (held_out := evaluated_set(config)) is not None:
+        _refuse_trained_on(held_out, found.values())
         found["eval.shards"] = held_out
     for key, one in found.items():
         refuse_empty_shards(one.shards, key)
         refuse_unfinished_shards(one.shards, key)
-    if held_out and (both := trained.intersection(map(Path.resolve, held_out.shards))):
+    stored = {}
+    for key, one in found.items():
+        fraction = None if one is held_out else config.eval.fraction
+        stored[key] = store_set(
+            config,
+            one,
+            fraction,
+            workers=usable_cores(),
+            stream=sys.stdout,
+            others_wait=others_wait,
+        )
+        Catalog([stored[key]]).refuse_useless_shards(key)
+    of_evaluation = stored.pop("eval.shards", None)
+    data = StoredData(tuple(stored.values()), of_evaluation)
+    return config, with_packs(config, data, usable_cores(), sys.stdout)
+
+
+def _refuse_trained_on(held_out: DataSet, others: Iterable[DataSet]) -> None:
+    trained: set[Path] = set()
+    for one in others:
+        trained.update(map(Path.resolve, one.shards))
+    if both := trained.intersection(map(Path.resolve, held_out.shards)):
         raise UserError(
             f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained "
             "on say nothing of others. Leave some shards out of data.shards, or set eval.fraction "
             "instead"
         )
-    layout = models_of(config).layout
-    how = {}
-    shards_of: dict[Tokenization, list[Path]] = {}
-    for key, one in found.items():
-        how[key] = Tokenization(config.model.llm.path, config.data.template, layout, one.form)
-        shards_of.setdefault(how[key], []).extend(one.shards)
-    for each, shards in shards_of.items():
-        missing = unready_shards(shards, each.fingerprint)
-        takes_long = sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT
-        if others_wait and takes_long:
-            raise UserError(
-                f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and "
-                f"template yet, and other processes would wait for it. First run {MAKE}"
-            )
-    for each, shards in shards_of.items():
-        ensure_indexes(shards, each, stream=sys.stdout)
-    for key, one in found.items():
-        refuse_useless_shards(one.shards, how[key], key)
-    return config

@@ -44,6 +44,7 @@ from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.stored import StoredData
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.facts.models import models_of
 from mmtrain.launching.command_line import Options
@@ -100,9 +101,10 @@ def train(config: RunConfig, options: Options) -> int:
     # data themselves.
     details: list[str] = []
     compared = None if alone else agreement(config, plan, options.trace or 0)
+    data = None
     if any(rank_plan.pipeline == 0 for rank_plan in here):
         with logs_shown(print_info, details.append):
-            config = check_data(config, others_wait=not alone)
+            config, data = check_data(config, others_wait=not alone)
     with locked(folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:
@@ -117,7 +119,7 @@ def train(config: RunConfig, options: Options) -> int:
                 _tell_who_can_reach_it(options.rdzv_endpoint)
         # other machines may not see the folder of the first one
         folder.mkdir(parents=True, exist_ok=True)
-        job = _job(config, plan, gpus, local_ranks, start, options, compared)
+        job = _job(config, plan, gpus, local_ranks, start, options, data, compared)
         with prepared(job):
             _probe_llm(config, plan)
             failure = run_ranks(job)
@@ -156,18 +158,18 @@ def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
         config, plan.ranks[first_here : first_here + local_ranks], options, is_first=is_first
     )
     compared = agreement(config, plan, options.trace or 0)
-    start = None
+    start = data = None
     details: list[str] = []
     if is_first:
         with logs_shown(print_info, details.append):
-            config = check_data(config, others_wait=len(plan.ranks) > 1)
+            config, data = check_data(config, others_wait=len(plan.ranks) > 1)
     elif plan.ranks[rank].pipeline == 0:
         config = with_formats(config)  # rank 0 may run on another machine
     with locked(run_folder(config)) if is_first else contextlib.nullcontext():
         if is_first:
             start = find_start(config, options.resume, options.allow_change)
             _prepare(config, plan, start, details, options)
-        job = _job(config, plan, gpus, local_ranks, start, options)
+        job = _job(config, plan, gpus, local_ranks, start, options, data)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             _probe_llm(config, plan)
@@ -207,9 +209,14 @@ def _job(
     local_ranks: int,
     start: ResumePoint | None,
     options: Options,
+    data: StoredData | None,
     compared: Agreement | None = None,
 ) -> Job:
-    """Return the run's processes; `start` is rank 0's, `compared` the `agreement` of nodes."""
+    """Return the run's processes.
+
+    `start` is rank 0's, `data` what this machine's launcher has counted, `compared` the `agreement`
+    of nodes.
+    """
     # a resumed run has as many threads a rank, where it has as many ranks and they fit
     threads = None
     if start is not None:
@@ -237,6 +244,7 @@ def _job(
             "config": config,
             "plan": plan,
             "start": start,
+            "data": data,
             "trace_steps": options.trace or 0,
             "verbose": options.verbose,
         },

@@ -20,10 +20,11 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import EvalSection, RunConfig
 from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
-from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
+from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
+from mmtrain.data.stream.stored import stored_data
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class HeldOut:
         self.capacity = packed.processor.capacity
         self.faults: list[QuarantinedSample] = []
         with _naming_the_source(config.eval):
-            catalog, numbers = evaluated_samples(config, packed.catalog)
+            catalog, numbers = evaluated_samples(config, packed)
             numbers = numbers[: config.eval.max_samples]
-            if not numbers:
-                usable = len(catalog) - len(catalog.faults)
+            if not len(numbers):
+                usable = len(catalog) - catalog.reasons.total()
                 share = min(0.5, 10 / max(usable, 1))
                 raise UserError(
                     f"none of {usable:,} usable samples{catalog.why_unusable()} is held out. "
@@ -80,12 +81,12 @@ class HeldOut:
                 )
 
             reader = Reader(catalog, config.data.io_retry_seconds)
-            found = [self._read(catalog, reader, number) for number in numbers]
+            found = [self._read(catalog, reader, int(number)) for number in numbers]
             read = [document for document in found if document is not None]
             reader.close()
 
             if config.data.overlong == "refuse":
-                catalog.refuse_overlong(self.capacity)
+                catalog.refuse_overlong()
             self.documents = [document for document in read if self._fits(document)]
             if not self.documents:
                 raise UserError(
@@ -121,7 +122,7 @@ class HeldOut:
     ) -> Document | None:
         """Return the document of a sample, None if it is damaged and may be left out."""
         processor = self.packed.processor
-        sample = catalog.faults.get(number) or processor.read(reader, number)
+        sample = catalog.fault(number) or processor.read(reader, number)
         by_fraction = self.packed.config.eval.fraction is not None
         if by_fraction and isinstance(sample, Document) and self._fits(sample):
             # damage that decoding alone shows
@@ -172,21 +173,20 @@ class HeldOut:
 
 
 def evaluated_samples(
-    config: RunConfig, trained_on: Catalog | None = None
+    config: RunConfig, packed: PackedBatches | None = None
 ) -> tuple[Catalog, Sequence[int]]:
     """Return a catalog and the numbers of its held-out samples; of all samples where the run holds
     out none.
 
-    `trained_on` is the catalog of the run's own data, made here if None.
+    `packed` are the run's own data, counted here if None.
     """
-    section = config.eval
-    own = evaluated_set(config)
-    catalog = trained_on
-    if own is not None:
-        catalog = load_catalog(config, [own])
-    elif catalog is None:
-        catalog = load_catalog(config, data_sets(config.data), section.fraction)
-    if section.fraction is None:
+    fraction = config.eval.fraction
+    data = stored_data(config) if packed is None else packed.data
+    if data.held_out is not None:
+        catalog = Catalog((data.held_out,))
+    else:
+        catalog = Catalog(data.train)
+    if fraction is None:
         return catalog, range(len(catalog))
     return catalog, catalog.held_out
 

@@ -18,6 +18,7 @@ from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_bac
 from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.stored import StoredData
 from mmtrain.engine.audit import (
     RankAudit,
     check_replicas,
@@ -42,6 +43,7 @@ def main(
     start: ResumePoint | None = None,
     trace_steps: int = 0,
     verbose: bool = False,
+    data: StoredData | None = None,
 ) -> str | None:
     """Train the steps of `config.train` as `plan` says, evaluate, and leave results in
     `rank.folder`.
@@ -55,7 +57,8 @@ def main(
     """
     show_logs(print)  # into the log: the launcher has shown what data and models log
     run = _Run(config, plan, rank, start, verbose)
-    run.open_data()  # before weights, which may take an hour to load: wrong data must show early
+    # before weights, which may take an hour to load: wrong data must show early
+    run.open_data(data)
     run.load_models()
     if rank.rank == 0:
         show_logs(run.console.line, run.console.detail)
@@ -111,10 +114,11 @@ class _Run:
             self.first_step = self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 
-    def open_data(self) -> None:
+    def open_data(self, data: StoredData | None) -> None:
         """Open the data on the ranks that read them; share their fingerprint and the number of
         steps with all ranks.
 
+        `data` is what this machine's launcher has counted, None where torchrun started the ranks.
         Raises UserError where ranks have different data.
         """
         config = self.config
@@ -129,6 +133,8 @@ class _Run:
                 replica=self.place.data,
                 replicas=plan.data,
                 first_step=self.first_step,
+                data=data,
+                position=self.start and self.start.checkpoint.state["data"]["position"],
             )
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
@@ -355,7 +361,11 @@ class _Run:
         now = {
             "loss": self.loss,
             "bad_steps": engine.bad_steps,
-            "data": {"fingerprint": self.data, "counts": counts},
+            "data": {
+                "fingerprint": self.data,
+                "position": self.packed and self.packed.position_at(step),
+                "counts": counts,
+            },
         }
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(

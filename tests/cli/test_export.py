@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 import torch
+from catalogs import is_held_out
 from json_files import read_json
 from PIL import Image
 from rank_runs import train
@@ -21,7 +22,6 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 
 from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.catalog import is_held_out
 from mmtrain.exporting import hf, tensors
 from mmtrain.exporting.verify import read_samples
 

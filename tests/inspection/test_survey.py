@@ -2,13 +2,13 @@
 packings made by hand.
 """
 
-import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
+from catalogs import sample_set
 
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
-from mmtrain.data.stream.order import Capacity, SampleSet
+from mmtrain.data.stream.order import Capacity
 from mmtrain.inspection.survey import Fill, epoch_fill, survey
 from mmtrain.layouts.square import Square
 
@@ -48,10 +48,10 @@ def test_samples_images_and_lengths_are_those_of_the_shards(tars):
 
 
 def test_planning_gets_each_images_tokens_and_no_unusable_sample(tars):
-    one = survey(tars, layout=Square(100)).sample_set
+    (one,) = survey(tars, layout=Square(100)).catalog.sample_sets
     assert one.lengths.tolist() == [110, 20, 230, 0]
     assert one.tiles.tolist() == [1, 0, 2, 1]
-    assert one.shard_sizes.tolist() == [3, 1]
+    assert one.firsts.tolist() == [0, 3, 4]
 
 
 def test_lengths_need_one_fingerprint_that_all_shards_have(tars, tmp_path):
@@ -88,7 +88,5 @@ def test_lengths_need_one_fingerprint_that_all_shards_have(tars, tmp_path):
 def test_fill_is_the_share_of_the_packs_tokens_that_samples_take(
     lengths, tiles, capacity, expected
 ):
-    sample_set = SampleSet(
-        1.0, np.array([len(lengths)]), np.array(lengths, np.int32), np.array(tiles, np.int32)
-    )
-    assert epoch_fill([sample_set], capacity) == expected
+    one = sample_set(lengths, [len(lengths)], tiles=tiles)
+    assert epoch_fill(one, capacity) == expected

@@ -553,7 +553,8 @@ def test_samples_that_the_template_cannot_hold_are_named_where_none_of_the_other
 def test_a_held_out_fraction_is_evaluated_on_without_being_trained_on(scene):
     packed = PackedBatches(config_of(scene, eval__shards=None, eval__fraction=0.3), 0, 1)
     held_out = {document.sample.key for document in HeldOut(packed).documents}
-    trained = {packed.catalog.find(number).key for number in packed.order.epoch_plan(0).samples}
+    packs = packed.order.packs(0, packed.order.first_pack(1))
+    trained = {packed.catalog.find(number).key for pack in packs for number in pack.samples}
     assert 4 < len(held_out) < 24
     assert held_out | trained == {sample.key for sample in scene.samples} and not held_out & trained
 

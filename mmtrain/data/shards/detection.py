@@ -1,8 +1,7 @@
-"""Detect a data set's format by its first samples, and refuse shards that it cannot read.
+"""Detect a data set's format by its first samples.
 
 shards --headers, and texts of the first SEEN samples-->
     samples that each format reads --> SampleFormat
-indexed shards --> those in which no sample can be trained on
 """
 
 import itertools
@@ -17,7 +16,6 @@ from mmtrain.base.printing import escape, first_few
 from mmtrain.config.schema import SampleFormatName
 from mmtrain.data.samples.formats import (
     IMAGE_KEYS,
-    NAMES,
     QUESTION_KEYS,
     READERS,
     SEEN,
@@ -29,10 +27,9 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, listed_reasons, objects_in
-from mmtrain.data.samples.sample import Tokenization, read_sample
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, objects_in
+from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
-from mmtrain.data.shards.index import indexed_texts, read_index
 from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
@@ -107,38 +104,6 @@ def _most_frequent(faults: list[BadSample]) -> str:
         examples.setdefault(fault.reason, fault.detail)
     reason, count = Counter(fault.reason for fault in faults).most_common(1)[0]
     return f"{count} {reason}: {escape(examples[reason])}"
-
-
-def refuse_useless_shards(shards: Sequence[Path], how: Tokenization, key: str) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on.
-
-    Warn of single shards without any.
-    """
-    useless = [shard for shard in shards if not indexed_texts(shard).get(how.fingerprint)]
-    if not useless:
-        return
-    reasons = Counter()
-    for shard in useless:
-        index = read_index(shard)
-        faults = {**index.texts[how.fingerprint].faults, **index.faults[how.form.reading]}
-        reasons.update(reason for reason, _ in faults.values())
-    why = listed_reasons(reasons, "; ") or "no samples"
-
-    if len(useless) == len(shards):
-        option = "data.format or data.sets.N.format"
-        if key.startswith("eval."):
-            option = "eval.format"
-        remedy = f"set {option} to their format: {', '.join(NAMES)}"
-        if reasons.keys() == {"template"}:
-            remedy = "set data.template to one that holds them"
-        raise UserError(
-            f"{key}: no sample in {len(shards):,} shards can be trained on, "
-            f"read as {how.form.name} ({why}). Fix them, or {remedy}"
-        )
-    _log.warning(
-        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on; "
-        f"the first is {useless[0]} ({why})"
-    )
 
 
 def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:

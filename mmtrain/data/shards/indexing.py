@@ -47,7 +47,7 @@ from mmtrain.data.shards.index import (
     ShardIndex,
     TextLengths,
     checksum_detail,
-    indexed_texts,
+    read_header,
     read_index,
     write_index,
 )
@@ -77,11 +77,22 @@ def ensure_indexes(
     """
     missing = unready_shards(tars, how.fingerprint)
     if missing:
-        _log.info(
-            f"indexing {len(missing):,} of {len(tars):,} shards (once; "
-            "the indexes are kept beside them)"
-        )
-        build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
+        index_missing(missing, how, len(tars), workers=workers, stream=stream)
+
+
+def index_missing(
+    missing: Sequence[Path],
+    how: Tokenization,
+    tars: int,
+    *,
+    workers: int | None = None,
+    stream: TextIO | None = None,
+) -> None:
+    """Make or complete the indexes of some of a number of `tars`, as `ensure_indexes` does."""
+    _log.info(
+        f"indexing {len(missing):,} of {tars:,} shards (once; the indexes are kept beside them)"
+    )
+    build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
@@ -93,13 +104,13 @@ def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
     failures = []
     for tar in tars:
         try:
-            if fingerprint not in indexed_texts(tar):
+            if fingerprint not in read_header(tar).texts:
                 missing.append(tar)
         except MissingIndex:
             missing.append(tar)
         except UserError as error:
             failures.append(error)
-    _raise_all(failures, len(tars))
+    raise_all(failures, len(tars))
     return missing
 
 
@@ -139,7 +150,7 @@ def build_indexes(
             if error is not None:
                 failures.append(error)
         show(samples)
-    _raise_all(failures, len(tars))
+    raise_all(failures, len(tars))
 
 
 def _index_shard(
@@ -368,7 +379,7 @@ def _add_sample(
     return sample
 
 
-def _raise_all(failures: Sequence[UserError], tars: int) -> None:
+def raise_all(failures: Sequence[UserError], tars: int) -> None:
     """Raise one error that lists the first failures, if there are any."""
     if len(failures) == 1:
         raise failures[0]

@@ -10,8 +10,9 @@ Only what a step has used counts, not what workers or the encoder have prepared.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import escape
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.data.stream.order import EpochPlan
+from mmtrain.data.stream.order import Epoch
 from mmtrain.data.stream.packs import PackedBatch
 
 _log = logging.getLogger(__name__)
@@ -85,31 +86,34 @@ class SampleLog:
         self._trained: Counter[int] = Counter()  # by epoch, over all replicas; kept by rank 0
         self._quarantined: Counter[int] = Counter()
         self._read = self._lost = 0  # samples, over all replicas
-        self._epoch = 0  # the first that is not complete
-        # that is accounted for
+        # of the first epoch that is not complete: the first pack that is accounted for, and samples
+        # in packs before it
         self._first_pack = packed.first_step * self.config.train.packs_per_step
-        unusable = list(packed.catalog.faults.values())
+        self._epoch = self.order.position(self._first_pack).epoch
+        self._before = self.order.samples_before(self._first_pack)
         if state is not None:
             self._first_pack = state["first_pack"]
             self._epoch = state["epoch"]
+            self._before = state["before"]
             self._read = state["read"]
             self._lost = state["lost"]
             if self.writes:
                 self._trained = _by_epoch(state["trained"])
                 self._quarantined = _by_epoch(state["quarantined"])
-        while self.order.first_pack(self._epoch + 1) <= self._first_pack:
-            self._epoch += 1
         # else it has them, or goes on without any
-        if state is None or not self.quarantine_file.exists():
-            self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
-        self._refuse_many(self._plan.unusable, self._plan.drawn, unusable)
+        if self.writes and (state is None or not self.quarantine_file.exists()):
+            unusable = chain(packed.catalog.faults(), held_out)
+            self._write_faults((None, self._epoch, fault) for fault in unusable)
+        reasons = packed.catalog.reasons
+        latest = islice(packed.catalog.faults(), LISTED)
+        self._refuse_many(self._plan.unusable, self._plan.drawn, reasons, latest)
         has_ledger = self.writes and self.config.data.ledger
         self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
 
     @property
-    def _plan(self) -> EpochPlan:
-        """The plan of the first epoch that is not complete."""
-        return self.order.epoch_plan(self._epoch)
+    def _plan(self) -> Epoch:
+        """The first epoch that is not complete."""
+        return self.order.epoch(self._epoch)
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """Yield the micro-batches; each is counted at the end of the step that uses it."""
@@ -138,8 +142,8 @@ class SampleLog:
         self._read += samples + quarantined
         self._lost += quarantined
         taken_packs = (step + 1) * train.packs_per_step
-        epoch_ends = self.order.first_pack(self._epoch + 1) <= taken_packs
-        if not (self.config.data.ledger or quarantined or epoch_ends):
+        next_epoch = self.order.position(taken_packs).epoch
+        if not (self.config.data.ledger or quarantined or next_epoch > self._epoch):
             return []
 
         taken = self._gather()
@@ -149,13 +153,17 @@ class SampleLog:
             # What is unusable from the start is never read: it counts in proportion.
             read = round(self._read / (1 - self._plan.unusable / self._plan.drawn))
             latest = [fault for _, fault in taken.faults]
-            self._refuse_many(self._lost + read - self._read, read, latest)
+            reasons = Counter(fault.reason for fault in latest)
+            self._refuse_many(self._lost + read - self._read, read, reasons, latest)
 
         records = []
-        while self.order.first_pack(self._epoch + 1) <= taken_packs:
+        while self._epoch < next_epoch:
+            end = self.order.first_pack(self._epoch + 1)
             if self.writes:
-                records.append(self._close_epoch(len(self._plan)))
+                records.append(self._close_epoch(end, self._plan.planned))
             self._epoch += 1
+            self._first_pack = end
+            self._before = 0
         return records
 
     def state_dict(self) -> dict:
@@ -167,6 +175,7 @@ class SampleLog:
         return {
             "first_pack": self._first_pack,
             "epoch": self._epoch,
+            "before": self._before,
             "read": self._read,
             "lost": self._lost,
             "trained": dict(self._trained),
@@ -179,13 +188,13 @@ class SampleLog:
         Return records as end_step does.
         """
         self._gather()
-        packs = steps * self.config.train.packs_per_step - self.order.first_pack(self._epoch)
+        end = steps * self.config.train.packs_per_step
         self.ledger.close()
         if self._quarantine is not None:
             self._quarantine.close()
-        if not (self.writes and packs):
+        if not self.writes or end == self._first_pack:
             return []
-        return [self._close_epoch(packs)]
+        return [self._close_epoch(end, self.order.samples_before(end))]
 
     def _gather(self) -> _Taken:
         """Return what all replicas took since the last time, in their order, on rank 0; nothing on
@@ -205,21 +214,21 @@ class SampleLog:
         self._quarantined.update(epoch for epoch, _ in together.faults)
         return together
 
-    def _close_epoch(self, packs: int) -> dict:
-        """Return the record of the epoch, `packs` of it taken.
+    def _close_epoch(self, end: int, through: int) -> dict:
+        """Return the record of the epoch up to pack `end`, with `through` samples up to there.
 
         Raises CountError if it does not add up.
         """
         epoch = self._epoch
         plan = self._plan
-        begin = max(0, self._first_pack - self.order.first_pack(epoch))
-        complete = begin == 0 and packs == len(plan)
+        packs = end - self._first_pack
+        complete = self._before == 0 and through == plan.planned
         trained = self._trained.pop(epoch, 0)
         damaged = self._quarantined.pop(epoch, 0)
-        planned = int(plan.starts[packs] - plan.starts[begin])
+        planned = through - self._before
         if trained + damaged != planned:
             raise CountError(
-                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, "
+                f"epoch {epoch}: {planned} samples were planned in {packs} packs, "
                 f"{trained} were trained on and {damaged} "
                 f"quarantined: {trained + damaged - planned:+d}"
             )
@@ -240,36 +249,47 @@ class SampleLog:
             "kind": "epoch",
             "epoch": epoch,
             "complete": complete,
-            "packs": packs - begin,
+            "packs": packs,
             "read": read,
             **counts,
         }
 
-    def _write_faults(self, faults: list[tuple[int | None, int, QuarantinedSample]]) -> None:
+    def _write_faults(self, faults: Iterable[tuple[int | None, int, QuarantinedSample]]) -> None:
         """Append to quarantine.jsonl; a sample that is unusable from the start has no step."""
-        if not self.writes or not faults:
-            return
-        if self._quarantine is None:
-            self._quarantine = JsonLines(self.quarantine_file)
+        first = None
+        others = -1
         for step, epoch, fault in faults:
+            first = first or fault
+            others += 1
+            if self._quarantine is None:
+                self._quarantine = JsonLines(self.quarantine_file)
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
-        first = faults[0][2]
-        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        if first is None:
+            return
+        more = f", and {others:,} more" if others else ""
         _log.warning(
             f"quarantined {escape(first.key)} ({first.reason}: {escape(first.detail)}){more}; "
             f"see {self.quarantine_file}"
         )
 
-    def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
-        """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
+    def _refuse_many(
+        self,
+        lost: int,
+        read: int,
+        reasons: Counter[str],
+        latest: Iterable[QuarantinedSample],
+    ) -> None:
+        """Raise UserError if more samples are quarantined than allowed, `latest` among them.
+
+        `reasons` are those of these latest ones, and of others like them.
+        """
         rate = self.config.data.max_quarantine_rate
         least = min(FEWEST_READ, self._plan.drawn)
         if not lost or lost <= rate * max(read, least):
             return
-        listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])
+        listed = "".join(f"\n  {fault.where}" for fault in islice(latest, LISTED))
         remedy = "repair or replace the shards"
-        reasons = Counter(fault.reason for fault in latest)
-        if reasons["no_encoder"] * 2 > len(latest):
+        if reasons["no_encoder"] * 2 > reasons.total():
             remedy = (
                 "model.vision is null, and most have images: "
                 "set data.images=strip to train on their text"

@@ -1,8 +1,8 @@
 """From shards to one replica's micro-batches. The life of a sample:
 
 1. index    its place, checksums and length are known before the run starts (`index`, `catalog`)
-2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas
-   and workers
+2. order    `order`: (seed, epoch) -> one global list of packs, computed group by group, equal for
+   any number of replicas and workers
 3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
 4. read     `Reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
 5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends
@@ -11,7 +11,8 @@
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
 8. device   `to_device`: copied as they are; tiles become float32 where the encoder runs
 
-The whole state is the number of the next step: nothing was drawn that it does not tell.
+The whole state is the number of the next step, and the position of its group of packs, which would
+else be counted again: nothing was drawn that they do not tell.
 """
 
 import functools
@@ -20,7 +21,7 @@ import math
 import mmap
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,9 +33,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
-from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
-from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
+from mmtrain.data.stream.catalog import Catalog, Reader
+from mmtrain.data.stream.order import BEGIN, PlannedPack, Position
+from mmtrain.data.stream.pack_counts import order_key, pack_order
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
+from mmtrain.data.stream.stored import StoredData, stored_data
 from mmtrain.runtime.child import die_with_parent
 from mmtrain.runtime.stop import ignore_in_worker
 
@@ -47,76 +50,93 @@ SLOTS = PREFETCH + 1
 class PackedBatches:
     """One replica's micro-batches from `first_step` on, without end; a step may span two epochs.
 
-    Every iteration starts again at `first_step`.
+    Every iteration starts again at `first_step`. `data` is what the launcher has counted, None to
+    count it here; `position` is the `position` of the checkpoint that the first step follows.
     """
 
     config: RunConfig
     replica: int
     replicas: int
     first_step: int = 0
+    data: StoredData | None = None
+    position: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Open tokenizer and indexes.
+        """Open tokenizer and data.
 
         Raises UserError for what is missing, and for data without a single pack.
         """
         assert 0 <= self.replica < self.replicas, f"replica {self.replica} of {self.replicas}"
         config = self.config
+        if self.data is None:
+            self.data = stored_data(config)
         self.processor = Processor(config)
-        data = config.data
-        self.catalog = load_catalog(config, data_sets(data), config.eval.fraction)
-        if data.overlong == "refuse":
-            self.catalog.refuse_overlong(self.processor.capacity)
-        for section, sample_set in zip(data.sets or (), self.catalog.sample_sets, strict=False):
-            kept = int((sample_set.lengths != HELD_OUT).sum())
+        self.catalog = Catalog(self.data.train)
+        if config.data.overlong == "refuse":
+            self.catalog.refuse_overlong()
+        for section, one in zip(config.data.sets or (), self.catalog.sample_sets, strict=False):
+            kept = int(one.kept.sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
                     f"data.sets: {section.name} is never drawn: weight {section.weight:g} x "
                     f"{kept:,} samples not held out gives none per epoch. "
                     "Raise its weight, or leave it out"
                 )
-        self.order = PackOrder(
-            self.catalog.sample_sets,
-            config.run.seed,
-            self.processor.capacity,
-            data.shuffle_shards,
-            data.pack_window,
-        )
+        self._order_key = order_key(config, self.catalog)
+        start = BEGIN
+        if self.position is not None and self.position["order"] == self._order_key:
+            start = Position(*self.position["group"])
+        self.order = pack_order(config, self.catalog, self.data.packs, start)
         try:
-            self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
+            self.order.epoch(0)
         except UserError as error:
             raise UserError(f"{error}{self.catalog.why_unusable()}") from error
-        self.reader = Reader(self.catalog, data.io_retry_seconds)
+        self.reader = Reader(self.catalog, config.data.io_retry_seconds)
+
+    def position_at(self, step: int) -> dict[str, Any]:
+        """Return the order, and the position of the group that step `step` begins in."""
+        group = self.order.position(step * self.config.train.packs_per_step)
+        return {"order": self._order_key, "group": group}
 
     @property
     def summary(self) -> str:
-        """Describe the epochs for people."""
-        plan = self.order.epoch_plan(0)
+        """Describe the epochs for people, by the first one.
+
+        Its packs are an estimate by its first group, unless all are counted.
+        """
+        epoch = self.order.epoch(0)
+        group = self.order.group(0, 0)
         capacity = self.processor.capacity
-        fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
+        tokens = sum(self.catalog.length(number) for number in group.samples.tolist())
+        fill = tokens / (len(group) * capacity.tokens)
+        packs = round(epoch.planned / len(group.samples) * len(group))
+        about = "about " if epoch.groups > 1 else ""
+        if self.order.counts is not None:
+            packs = self.order.first_pack(1)
+            about = ""
         overlong = "too long for a pack"
         if capacity.tiles is not None:
             overlong += f" or with more than {capacity.tiles} tiles"
         left_out = {
-            overlong: plan.overlong,
-            "unusable": plan.unusable,
-            "held out": len(self.catalog.held_out),
+            overlong: epoch.overlong,
+            "unusable": epoch.unusable,
+            "held out": self.catalog.held_out_samples,
         }
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
 
-        packs = self.config.train.packs_per_step
+        a_step = self.config.train.packs_per_step
         steps = self.max_steps
-        epochs = steps * packs / len(plan)
+        epochs = steps * a_step / packs
         shown = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
         summary = (
-            f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of "
+            f"an epoch: {epoch.planned:,} samples in {about}{packs:,} packs of "
             f"{capacity.tokens:,} tokens, {fill:.1%} full{without}; "
-            f"{steps:,} steps of {packs:,} packs are {shown} epochs"
+            f"{steps:,} steps of {a_step:,} packs are {shown} epochs"
         )
-        if packs > len(plan):
+        if a_step > packs:
             summary += (
-                f"\na step takes {packs:,} packs, but the data fill only {len(plan):,}: each step "
-                f"reads them {packs / len(plan):.1f} times. Lower train.packs_per_step, or add data"
+                f"\na step takes {a_step:,} packs, but the data fill only {packs:,}: each step "
+                f"reads them {a_step / packs:.1f} times. Lower train.packs_per_step, or add data"
             )
         return summary
 
@@ -129,10 +149,7 @@ class PackedBatches:
     def most_tiles(self) -> int:
         """Bound on the tiles of a pack, from the sample with most tiles a token."""
         capacity = self.processor.capacity
-        lengths = self.order.lengths
-        packed = (lengths > 0) & (lengths <= capacity.tokens)
-        tiles_a_token = self.order.tiles[packed] / lengths[packed]
-        bound = math.ceil(capacity.tokens * tiles_a_token.max(initial=0.0))
+        bound = math.ceil(capacity.tokens * self.catalog.tiles_per_token)
         return bound if capacity.tiles is None else min(bound, capacity.tiles)
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -185,7 +202,7 @@ class PackedBatches:
         for number in pack.samples:
             entry = self.processor.read(self.reader, number)
             if isinstance(entry, QuarantinedSample):
-                entry = Gap(entry, int(self.catalog.lengths[number]))
+                entry = Gap(entry, self.catalog.length(number))
             entries.append(entry)
         return Pack(tuple(entries), pack.epoch)
 

@@ -1,15 +1,16 @@
-"""The order of an epoch: samples in packs, as a pure function without I/O.
+"""The order of an endless list of packs, as a pure function without I/O.
 
-sets of samples (lengths, shard sizes, weight)
---draws: shards permuted, samples permuted inside each--> one sequence per set
---groups: the same share of every sequence, permuted--> windows of about `pack_window` samples
---pack_best_fit, packs permuted--> EpochPlan: samples (planned,), starts (packs + 1,)
---PackOrder: epochs one after the other--> one endless list of packs
+sets of samples (lengths, counts of shards, weight)
+--Epoch: shards permuted--> the shards that an epoch visits
+--group of `shuffle_shards` shards: samples drawn by hash, permuted--> windows of about
+    `pack_window` samples
+--pack_best_fit, packs permuted--> Group: samples (planned,), starts (packs + 1,)
+--PackOrder: groups and epochs one after the other--> one endless list of packs
 
 A sample is its global number: over all sets in listed order, in a set over all shards in listed
 order. The order depends on (sets, seed, epoch) and the arguments here alone, not on the world size
-or the workers. Draws come from numpy's RandomState, whose streams are frozen (NEP 19), seeded
-through SHA-256.
+or the workers. Shards and groups are permuted by numpy's RandomState, whose streams are frozen
+(NEP 19), seeded through SHA-256.
 """
 
 import functools
@@ -18,16 +19,19 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from mmtrain.base.errors import UserError
 
-HELD_OUT = -1  # length of a sample that is kept for evaluation: not part of the set
 UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never packed
 
-_PLANS_KEPT = 2  # a step may span two epochs
+_EPOCHS_KEPT = _GROUPS_KEPT = 2  # a step may span two
+# From this many tiles a pack on, looking at all open packs at once is faster than a list for each
+# number of free tiles: 4 us a document at any number, where lists take 2 us at 16 and 5 at 64.
+_MANY_TILES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +39,14 @@ class SampleSet:
     """One data set as planning sees it."""
 
     weight: float  # how often an epoch draws its samples, > 0
-    shard_sizes: ndarray  # (shards,) samples in each shard, held-out ones too
-    lengths: ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
+    # (samples,) int32 tokens, those of images included, negative for a sample that is held out; or
+    # UNUSABLE
+    lengths: ndarray
     tiles: ndarray  # (samples,) int32 tiles of each sample
+    firsts: ndarray  # (shards + 1,) int64 number in the set of each shard's first sample
+    kept: ndarray  # (shards,) int64 samples that are not held out
+    fits: ndarray  # (shards,) int64 samples that fit an empty pack
+    unusable: ndarray  # (shards,) int64
 
 
 @dataclass(frozen=True)
@@ -47,22 +56,12 @@ class Capacity:
     tokens: int
     tiles: int | None = None  # in a pack; None: as many as its tokens allow
 
-
-@dataclass(frozen=True, eq=False)
-class EpochPlan:
-    """The packs of one epoch.
-
-    Drawn = planned + overlong + unusable, a sample counted as often as it is drawn.
-    """
-
-    samples: ndarray  # (planned,) int64 global sample numbers, in pack order
-    starts: ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
-    drawn: int
-    overlong: int  # do not fit an empty pack, by tokens or by tiles
-    unusable: int
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
+    def fit(self, lengths: ndarray, tiles: ndarray) -> ndarray:
+        """Tell which samples are not held out, and fit an empty pack."""
+        fits = (lengths > 0) & (lengths <= self.tokens)
+        if self.tiles is not None:
+            fits &= tiles <= self.tiles
+        return fits
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,83 @@ class PlannedPack:
     samples: tuple[int, ...]
 
 
-def _set_sequence(one: SampleSet, purpose: str) -> ndarray:
-    """Return int64 positions in a set as an epoch draws them, without held-out samples."""
-    sizes = one.shard_sizes.astype(np.int64)
-    first = np.cumsum(sizes) - sizes
-    kept = int((one.lengths != HELD_OUT).sum())
-    whole = int(one.weight)
-    takes = [kept] * whole + [round((one.weight - whole) * kept)]
-    sequence = [np.empty(0, np.int64)]
-    for number, take in enumerate(takes):
-        if take:
-            # these words are the seed of every order: never change them
-            draw = _random(f"pass {purpose} {number}")
-            drawn = []
-            for shard in draw.permutation(len(first)):
-                drawn.append(first[shard] + draw.permutation(sizes[shard]))
-            places = np.concatenate(drawn)
-            sequence.append(places[one.lengths[places] != HELD_OUT][:take])
-    return np.concatenate(sequence)
+class Position(NamedTuple):
+    """A group of packs, and the number of its first pack."""
+
+    epoch: int
+    group: int
+    first_pack: int
+
+
+BEGIN = Position(0, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Visits:
+    """The shards of one set that an epoch reads, in order."""
+
+    passes: ndarray  # (visits,) number of the pass over the set
+    shards: ndarray  # (visits,)
+    takes: ndarray  # (visits,) samples that are drawn, the first ones of the shard's order
+    ends: ndarray  # (visits,) samples that fit a pack, up to and with this visit
+    unusable: int  # of the samples drawn
+
+    @property
+    def planned(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch:
+    """An epoch's samples, a sample counted as often as it is drawn.
+
+    Drawn = planned + overlong + unusable.
+    """
+
+    visits: tuple[_Visits, ...]  # of each set
+    groups: int
+    drawn: int
+    planned: int
+    unusable: int
+
+    @property
+    def overlong(self) -> int:
+        """Samples that do not fit an empty pack, by tokens or by tiles."""
+        return self.drawn - self.planned - self.unusable
+
+    def shares(self, group: int) -> list[tuple[int, int]]:
+        """Return which of each set's planned samples a group holds, from and up to."""
+        cuts = []
+        for visits in self.visits:
+            begin = group * visits.planned // self.groups
+            cuts.append((begin, (group + 1) * visits.planned // self.groups))
+        return cuts
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Packs that are drawn together."""
+
+    samples: ndarray  # (planned,) int64 global sample numbers, in pack order
+    starts: ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
 
 
 def _random(purpose: str) -> np.random.RandomState:
     return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
+
+
+def _hashed(values: ndarray) -> ndarray:
+    """Return (n,) uint64 hashes by splitmix64.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    mixed = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def pack_best_fit(
@@ -127,6 +181,8 @@ def pack_best_fit(
         needs = [0] * count
     else:
         assert tiles.max() <= cap, "a document has more tiles than a pack takes"
+        if cap > _MANY_TILES:
+            return _pack_many_tiles(tokens, capacity.tokens, cap, np.asarray(tiles, np.int64))
         needs = tiles.tolist()
 
     # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its
@@ -161,11 +217,56 @@ def pack_best_fit(
     return packs
 
 
+def _pack_many_tiles(
+    lengths: ndarray,
+    tokens: int,
+    cap: int,
+    tiles: ndarray,
+) -> list[list[int]]:
+    """Pack as `pack_best_fit` does, in packs of `cap` tiles.
+
+    Cost: 4 us a document, whatever `cap` is.
+    """
+    count = len(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    # tiles that each document, or one after it, needs at least
+    fewest = np.minimum.accumulate(tiles[order][::-1])[::-1].tolist()
+    shortest = int(lengths.min())
+    sizes = lengths.tolist()
+    needs = tiles.tolist()
+    packs: list[list[int]] = []
+    # of the open packs, in the order of opening: free tokens, free tiles, number
+    open_packs = np.empty((3, count), np.int64)
+    opened = 0
+    for turn, position in enumerate(order.tolist()):
+        # Packs with room for none of the documents that are left.
+        if turn % 128 == 0:
+            free, room, _ = open_packs[:, :opened]
+            left = open_packs[:, :opened][:, (free >= shortest) & (room >= fewest[turn])]
+            opened = left.shape[1]
+            open_packs[:, :opened] = left
+
+        free, room, numbers = open_packs[:, : opened + 1]
+        free[opened], room[opened], numbers[opened] = tokens + 1, cap, len(packs)
+        takes = (free >= sizes[position]) & (room >= needs[position])
+        best = int(np.where(takes, free, tokens + 2).argmin())
+        if best == opened:
+            opened += 1
+            free[best] = tokens
+            packs.append([])
+        free[best] -= sizes[position]
+        room[best] -= needs[position]
+        packs[numbers[best]].append(position)
+    return packs
+
+
 @dataclass(eq=False)
 class PackOrder:
     """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
 
-    Cost: pack n needs the plans of all epochs up to its own, each made once.
+    Cost: 1 us for each sample of a group that is read. The number of a group's first pack needs the
+    packs of all groups before it: these are in `counts`, (groups,) integers from the first epoch
+    on, or each is computed, from `start` on.
     """
 
     sets: Sequence[SampleSet]
@@ -173,93 +274,155 @@ class PackOrder:
     capacity: Capacity
     shuffle_shards: int
     pack_window: int
+    counts: ndarray | None = None
+    start: Position = BEGIN
 
     def __post_init__(self) -> None:
-        self.epoch_plan = functools.lru_cache(_PLANS_KEPT)(self._plan_with_packs)
-        self._first_packs = [0]  # of the epochs from 0 on
-        # of the samples of all sets
-        self.lengths = np.concatenate([one.lengths for one in self.sets])
-        self.tiles = np.concatenate([one.tiles for one in self.sets])
+        self.epoch = functools.lru_cache(_EPOCHS_KEPT)(self._epoch)
+        self.group = functools.lru_cache(_GROUPS_KEPT)(self._group)
+        self._positions = [self.start]
+        if self.counts is not None:
+            self._positions = [BEGIN]
+            for packs in self.counts.tolist():
+                self._positions.append(self._following(packs))
+        self._offsets = np.cumsum([0, *(len(one.lengths) for one in self.sets)])
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """Draw and pack one epoch.
+    def _epoch(self, epoch: int) -> Epoch:
+        """Draw the shards of an epoch, and cut it into groups.
 
-        A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch
-        is cut into groups of about `shuffle_shards` shards (of small shards as many as hold
-        `pack_window` samples), each with its share of every set. Samples are permuted within a
-        group, whose windows of about `pack_window` samples are packed one by one.
+        A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. A group
+        has about `shuffle_shards` shards (of small shards as many as hold `pack_window` samples),
+        with its share of every set. Raises UserError for an epoch that holds no pack.
+        """
+        visits = []
+        drawn = shards = 0
+        for number, one in enumerate(self.sets):
+            visits.append(self._visits(one, f"{self.seed} {epoch} {number}"))
+            drawn += int(visits[-1].takes.sum())
+            shards += one.weight * len(one.kept)
+        planned = sum(each.planned for each in visits)
+        unusable = sum(each.unusable for each in visits)
+        groups = max(1, round(min(shards / self.shuffle_shards, planned / self.pack_window)))
+        made = Epoch(tuple(visits), groups, drawn, planned, unusable)
+        if not planned:
+            raise UserError(self._why_empty(epoch, made))
+        return made
+
+    def _visits(self, one: SampleSet, purpose: str) -> _Visits:
+        kept = int(one.kept.sum())
+        whole = int(one.weight)
+        parts = []
+        unusable = 0
+        for number, take in enumerate([kept] * whole + [round((one.weight - whole) * kept)]):
+            if take == 0:
+                continue
+            # these words, and others below, are the seed of every order: never change them
+            shards = _random(f"pass {purpose} {number}").permutation(len(one.kept))
+            ends = np.cumsum(one.kept[shards])
+            shards = shards[: int(np.searchsorted(ends, take)) + 1]
+            passes = np.full(len(shards), number)
+            takes = one.kept[shards]
+            fits = one.fits[shards]
+            # The pass may end inside its last shard.
+            takes[-1] -= ends[len(shards) - 1] - take
+            last = _drawn(one, purpose, passes[-1:], shards[-1:], takes[-1:])
+            fits[-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
+            unusable += int(one.unusable[shards[:-1]].sum())
+            unusable += int((one.lengths[last] == UNUSABLE).sum())
+            parts.append((passes, shards, takes, fits))
+        if not parts:
+            nothing = np.empty(0, np.int64)
+            return _Visits(nothing, nothing, nothing, nothing, 0)
+        passes, shards, takes, fits = map(np.concatenate, zip(*parts, strict=True))
+        return _Visits(passes, shards, takes, np.cumsum(fits), unusable)
+
+    def _group(self, epoch: int, group: int) -> Group:
+        """Draw and pack a group: its samples are permuted, and each window is packed by itself.
 
         Cost: windows of 4096 fill packs 0.2% less than packing the whole epoch would, of 1024 1.1%.
-        558,128 samples take half a second of one core and 40 MB.
+        A group of 8,000 samples takes 10 ms.
         """
-        capacity = self.capacity
-        lengths = self.lengths
-        usable = lengths != UNUSABLE
-        fits = usable & (lengths <= capacity.tokens)
-        if capacity.tiles is not None:
-            fits &= self.tiles <= capacity.tiles
+        made = self.epoch(epoch)
+        parts = []
+        for number, (begin, end) in enumerate(made.shares(group)):
+            if begin == end:
+                continue
+            one = self.sets[number]
+            visits = made.visits[number]
+            first, last = np.searchsorted(visits.ends, [begin, end - 1], "right").tolist()
+            read = slice(first, last + 1)
+            drawn = _drawn(
+                one,
+                f"{self.seed} {epoch} {number}",
+                visits.passes[read],
+                visits.shards[read],
+                visits.takes[read],
+            )
+            drawn = drawn[self.capacity.fit(one.lengths[drawn], one.tiles[drawn])]
+            before = int(visits.ends[first - 1]) if first else 0
+            drawn = drawn[begin - before : end - before]
+            parts.append((self._offsets[number] + drawn, one.lengths[drawn], one.tiles[drawn]))
 
-        sequences = []
-        first = drawn = unusable = kept = 0
-        for number, one in enumerate(self.sets):
-            sequence = first + _set_sequence(one, f"{self.seed} {epoch} {number}")
-            first += len(one.lengths)
-            drawn += len(sequence)
-            unusable += int((~usable[sequence]).sum())
-            fitting = sequence[fits[sequence]]
-            kept += len(fitting)
-            sequences.append(fitting)
+        members, lengths, tiles = map(np.concatenate, zip(*parts, strict=True))
+        draw = _random(f"group {self.seed} {epoch} {group}")
+        samples = []
+        sizes = []
+        windows = max(1, round(len(members) / self.pack_window))
+        for window in np.array_split(draw.permutation(len(members)), windows):
+            packs = pack_best_fit(lengths[window], self.capacity, tiles[window])
+            packs = [packs[position] for position in draw.permutation(len(packs))]
+            samples.append(members[window][list(chain.from_iterable(packs))])
+            sizes += map(len, packs)
+        return Group(np.concatenate(samples), np.cumsum([0, *sizes]))
 
-        samples = [np.empty(0, np.int64)]
-        sizes = [0]
-        shards = sum(one.weight * len(one.shard_sizes) for one in self.sets)
-        groups = max(1, round(min(shards / self.shuffle_shards, kept / self.pack_window)))
-        for group in range(groups):
-            parts = []
-            for each in sequences:
-                begin = group * len(each) // groups
-                end = (group + 1) * len(each) // groups
-                parts.append(each[begin:end])
-            draw = _random(f"group {self.seed} {epoch} {group}")
-            members = draw.permutation(np.concatenate(parts))
-            windows = max(1, round(len(members) / self.pack_window))
-            for window in np.array_split(members, windows):
-                packs = pack_best_fit(lengths[window], capacity, self.tiles[window])
-                packs = [packs[position] for position in draw.permutation(len(packs))]
-                samples.append(window[list(chain.from_iterable(packs))])
-                sizes += map(len, packs)
-        return EpochPlan(
-            np.concatenate(samples),
-            np.cumsum(sizes),
-            drawn,
-            drawn - unusable - kept,
-            unusable,
-        )
+    def position(self, pack: int) -> Position:
+        """Return the group that holds a pack, which is none before `start`."""
+        first = self._positions[0]
+        assert pack >= first.first_pack, f"pack {pack} is before {first}"
+        while self._positions[-1].first_pack <= pack:
+            self._append()
+        at = bisect_right(self._positions, pack, key=lambda position: position.first_pack)
+        return self._positions[at - 1]
+
+    def _append(self) -> None:
+        """Compute the group whose position is the last known one, for the next position."""
+        epoch, group, _ = self._positions[-1]
+        self._positions.append(self._following(len(self.group(epoch, group))))
+
+    def _following(self, packs: int) -> Position:
+        """Return the position after the last known one, whose group has so many packs."""
+        epoch, group, first_pack = self._positions[-1]
+        if group + 1 < self.epoch(epoch).groups:
+            return Position(epoch, group + 1, first_pack + packs)
+        return Position(epoch + 1, 0, first_pack + packs)
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Return packs [first, first + count); raises UserError where an epoch holds none."""
-        while self._first_packs[-1] <= first:
-            self.first_pack(len(self._first_packs))
-        epoch = bisect_right(self._first_packs, first) - 1
-        packs = []
+        packs: list[PlannedPack] = []
         while len(packs) < count:
-            begin = first + len(packs) - self.first_pack(epoch)
-            plan = self.epoch_plan(epoch)
-            starts = plan.starts[begin : begin + count - len(packs) + 1].tolist()
+            number = first + len(packs)
+            epoch, group, first_pack = self.position(number)
+            made = self.group(epoch, group)
+            begin = number - first_pack
+            starts = made.starts[begin : begin + count - len(packs) + 1].tolist()
             for start, end in pairwise(starts):
-                packs.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
-            epoch += 1
+                packs.append(PlannedPack(epoch, tuple(made.samples[start:end].tolist())))
         return packs
+
+    def samples_before(self, pack: int) -> int:
+        """Return how many of the samples planned in a pack's epoch are in packs before it."""
+        epoch, group, first_pack = self.position(pack)
+        before = sum(begin for begin, _ in self.epoch(epoch).shares(group))
+        return before + int(self.group(epoch, group).starts[pack - first_pack])
 
     def first_pack(self, epoch: int) -> int:
         """Return the number of an epoch's first pack.
 
         Raises UserError where an epoch before it holds none.
         """
-        while len(self._first_packs) <= epoch:
-            last = self.epoch_plan(len(self._first_packs) - 1)
-            self._first_packs.append(self._first_packs[-1] + len(last))
-        return self._first_packs[epoch]
+        while self._positions[-1].epoch < epoch:
+            self._append()
+        return self._positions[bisect_left(self._positions, (epoch, 0))].first_pack
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
         """Return the steps that train every sample of these epochs.
@@ -268,12 +431,8 @@ class PackOrder:
         """
         return -(-self.first_pack(epochs) // packs_per_step)
 
-    def _plan_with_packs(self, epoch: int) -> EpochPlan:
-        """Return an epoch's plan; raises UserError where it holds no pack."""
-        plan = self.plan(epoch)
-        if len(plan):
-            return plan
-        if plan.drawn == 0:
+    def _why_empty(self, epoch: int, made: Epoch) -> str:
+        if made.drawn == 0:
             why = (
                 "they are empty, or held out for evaluation, "
                 f"or the weight of their data set is too small for epoch {epoch} to draw one"
@@ -284,9 +443,40 @@ class PackOrder:
             if limit is not None:
                 tiles = f", or have more than {limit} tiles (data.max_tiles_per_pack)"
             why = (
-                f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than "
+                f"of {made.drawn} drawn in epoch {epoch}, {made.overlong} are longer than "
                 f"data.pack_length={self.capacity.tokens} tokens{tiles}, "
-                f"and {plan.unusable} cannot be used"
+                f"and {made.unusable} cannot be used"
             )
-        shards = sum(len(one.shard_sizes) for one in self.sets)
-        raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")
+        shards = sum(len(one.kept) for one in self.sets)
+        return f"data.shards: no sample in {shards} shards fits into a pack: {why}"
+
+
+def _drawn(
+    one: SampleSet,
+    purpose: str,
+    passes: ndarray,
+    shards: ndarray,
+    takes: ndarray,
+) -> ndarray:
+    """Return (drawn,) int64 numbers in a set of the samples that visits of shards draw, in order.
+
+    A shard's samples come in the order of a hash of the pass and their number, without those that
+    are held out.
+    """
+    firsts = one.firsts[shards]
+    sizes = one.firsts[shards + 1] - firsts
+    visit = np.repeat(np.arange(len(shards)), sizes)
+    numbers = np.arange(len(visit)) + (firsts - np.cumsum(sizes) + sizes)[visit]
+    seeds = {}
+    for number in set(passes.tolist()):
+        digest = hashlib.sha256(f"samples {purpose} {number}".encode()).digest()
+        seeds[number] = int.from_bytes(digest[:8], "little")
+    of_visits = np.array([seeds[number] for number in passes.tolist()], np.uint64)
+    keys = _hashed(_hashed(numbers) ^ of_visits[visit])
+    numbers = numbers[np.lexsort((keys, visit))]
+
+    is_kept = one.lengths[numbers] >= 0
+    numbers = numbers[is_kept]
+    visit = visit[is_kept]
+    place = np.arange(len(visit)) - np.searchsorted(visit, visit)
+    return numbers[place < takes[visit]]

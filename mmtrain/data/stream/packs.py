@@ -131,7 +131,7 @@ class Processor:
             document = self.template(sample)
         except BadSample as error:
             return sample.quarantined(error)
-        planned = int(reader.catalog.lengths[number])
+        planned = reader.catalog.length(number)
         if len(document.input_ids) != planned:
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, but the index of its shard "

@@ -12,19 +12,20 @@ import copy
 import json
 import sys
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
+from catalogs import opened, reasons
+from crafted_index import put_together, take_apart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json
 from mmtrain.data.samples.formats import NAMES, SampleFormat
 from mmtrain.data.samples.records import BadSample
@@ -32,7 +33,7 @@ from mmtrain.data.samples.sample import QuarantinedSample, Sample, read_sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import ShardIndex, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import scan_shard
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.order import Capacity, PackOrder
 from mmtrain.inspection.survey import survey
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
@@ -107,7 +108,7 @@ def indexed(tar: Path) -> ShardIndex:
 
 
 def read_all(tar: Path, layout: ImageLayout = LAYOUTS[0]) -> Iterator[Sample | QuarantinedSample]:
-    reader = Reader(Catalog([DataSet((tar,))], [TEXT], layout, 10**6), retry_seconds=0)
+    reader = Reader(opened((tar,), layout, TEXT), retry_seconds=0)
     return map(reader.read, range(len(reader.catalog)))
 
 
@@ -238,16 +239,6 @@ VALUES = st.one_of(
 )
 
 
-@st.composite
-def images_of(draw: st.DrawFn, samples: int) -> dict[str, list[int]]:
-    """Sizes of images that fit each other, and perhaps not the samples."""
-    counts = draw(st.lists(st.integers(0, 2), min_size=samples, max_size=samples))
-    sides = st.lists(
-        st.sampled_from((0, 1, 2, 3, 400, 2**31 - 1)), min_size=sum(counts), max_size=sum(counts)
-    )
-    return {"counts": counts, "width": draw(sides), "height": draw(sides)}
-
-
 def places_of(value: Any) -> list[tuple[Any, Any]]:
     """Every container inside a JSON value, with each of its keys or indices."""
     keys = (
@@ -257,36 +248,64 @@ def places_of(value: Any) -> list[tuple[Any, Any]]:
     return found + [place for key in keys for place in places_of(value[key])]
 
 
-@examples(100)
+NUMBERS = st.sampled_from((0, 1, 2, 3, 400, 2**31 - 1, 2**31, 2**62, 2**63 - 1))
+
+
+def change_table(data: st.DataObject, tables: dict[str, np.ndarray]) -> None:
+    """Another number in a table, or a row less, or twice."""
+    table = data.draw(st.sampled_from(sorted(tables)))
+    rows = tables[table]
+    row = data.draw(st.integers(0, len(rows) - 1))
+    action = data.draw(st.sampled_from(("number", "number", "number", "delete", "repeat")))
+    if action == "delete":
+        tables[table] = np.delete(rows, row)
+    elif action == "repeat":
+        tables[table] = np.insert(rows, row, rows[row])
+    else:
+        column = rows[data.draw(st.sampled_from(rows.dtype.names))] if rows.dtype.names else rows
+        number = data.draw(NUMBERS) % 2 ** (8 * column.itemsize)
+        column[row] = np.array(number, np.uint64).astype(column.dtype)
+
+
+def change_json(data: st.DataObject, value: Any) -> None:
+    places = places_of(value)
+    container, key = places[data.draw(st.integers(0, len(places) - 1))]
+    action = data.draw(st.sampled_from(("replace", "delete", "exchange", "repeat")))
+    if action == "replace":
+        container[key] = data.draw(VALUES)
+    elif action == "delete":
+        del container[key]
+    elif action == "exchange":
+        other, name = places[data.draw(st.integers(0, len(places) - 1))]
+        container[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(container[key])
+    elif isinstance(container, list):
+        container.insert(key, copy.deepcopy(container[key]))
+
+
+@examples(300)
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS))
 def test_an_index_that_somebody_made_up_is_refused_or_costs_samples(sound, tokenizer, data, layout):
     sound.path.write_bytes(sound.tar)
-    first, second = map(json.loads, sound.index.splitlines())
-    both = copy.deepcopy({"header": first, "content": second})
+    parts = take_apart(sound.index)
+    parts.faults["readings"]["llava"] = [[1, "not_json", "x"], [3, "no_answer", "y"]]
+    tables = {name: rows for name, rows in parts.tables.items() if name != "faults"}
     for _ in range(data.draw(st.integers(1, 3))):
-        places = places_of(both)[2:]
-        container, key = places[data.draw(st.integers(0, len(places) - 1))]
-        action = data.draw(st.sampled_from(("replace", "delete", "exchange", "repeat", "images")))
-        if action == "images":
-            both["content"]["images"] = data.draw(images_of(len(sound.samples)))
-        elif action == "replace":
-            container[key] = data.draw(VALUES)
-        elif action == "delete":
-            del container[key]
-        elif action == "exchange":
-            other, name = places[data.draw(st.integers(0, len(places) - 1))]
-            container[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(container[key])
-        elif isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key]))
-    write_crafted(sound.path, both["header"], both["content"])
+        kind = data.draw(st.sampled_from(("table", "table", "table", "faults", "header")))
+        if kind == "table":
+            change_table(data, tables)
+        else:
+            change_json(data, {"x": getattr(parts, kind)})
+    parts.tables.update(tables)
+    beside(sound.path).write_bytes(put_together(parts))
     write = make_template("chat", tokenizer, layout, sys.maxsize)
     try:
         samples = list(read_all(sound.path, layout))
-        catalog = Catalog([DataSet((sound.path,))], [TEXT], layout, 10**6)
-        PackOrder(catalog.sample_sets, 0, Capacity(4096, 60), 4, 64).epoch_plan(0)
+        catalog = opened((sound.path,), layout, TEXT, capacity=Capacity(4096, 60))
+        PackOrder(catalog.sample_sets, 0, catalog.capacity, 4, 64).packs(0, 1)
         survey([sound.path], TEXT, layout)
+        faults = reasons(catalog)
         for number, sample in enumerate(samples):
-            if isinstance(sample, Sample) and number not in catalog.faults:
+            if isinstance(sample, Sample) and number not in faults:
                 write(sample)
     except (UserError, BadSample) as error:
         assert "\n" not in str(error) and "\x1b" not in str(error)
@@ -295,16 +314,6 @@ def test_an_index_that_somebody_made_up_is_refused_or_costs_samples(sound, token
         assert all(
             len(one.sizes) in (0, len(one.images)) for one in samples if isinstance(one, Sample)
         )
-
-
-def write_crafted(tar: Path, header: dict, content: Any) -> None:
-    """Write an index with the number of bytes and the checksum that it needs."""
-    line = compact_json(content)
-    header = {name: value for name, value in header.items() if name != "crc32"} | {
-        "bytes": len(line)
-    }
-    header["crc32"] = zlib.crc32(line, zlib.crc32(compact_json(header)))
-    beside(tar).write_bytes(compact_json(header) + b"\n" + line + b"\n")
 
 
 @examples(300)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import webdataset
 from archives import conversation, picture, write_tar
+from catalogs import lengths, opened, reasons
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
@@ -18,7 +19,7 @@ from mmtrain.data.samples.sample import Tokenization, read_sample
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, scan_shard, unready_shards
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.data.stream.catalog import Reader
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.square import Square
@@ -124,11 +125,11 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
     for shards, one in ((tars, form), (ours, LLAVA)):
         build_indexes(shards, Tokenization(LLM, "chat", form=one))
         text = text_fingerprint(model_folder(LLM), "chat", wording=one.wording)
-        catalog = Catalog([DataSet(tuple(shards), form=one)], [text], Square(4), 10**6)
-        assert catalog.faults == {} and len(catalog) == 30
+        catalog = opened(shards, Square(4), text, form=one)
+        assert reasons(catalog) == {} and len(catalog) == 30
         reader = Reader(catalog, 0)
         samples = [reader.read(number) for number in range(30)]
-        read.append((catalog.lengths.tolist(), [(sample.key, sample.turns) for sample in samples]))
+        read.append((lengths(catalog), [(sample.key, sample.turns) for sample in samples]))
         assert {len(sample.images) for sample in samples} == {1}
     assert read[0] == read[1]
     assert unready_shards(tars, text_fingerprint(model_folder(LLM), "chat")) == (

@@ -1,14 +1,21 @@
+import contextlib
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import tempfile
+import tracemalloc
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from crafted_index import TABLES, Parts, compact, put_together
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
@@ -19,8 +26,9 @@ from mmtrain.data.shards.index import (
     ShardIndex,
     TextLengths,
     index_path,
-    indexed_texts,
+    read_header,
     read_index,
+    read_tables,
     write_index,
 )
 from mmtrain.facts.tokenizer_files import text_fingerprint
@@ -67,9 +75,11 @@ def test_what_is_written_is_read_back(tar):
 
 
 def test_the_file_is_as_its_format_says(tar):
-    fault = ("faults", "llava"), [[1, "no_answer", "é"]]
-    lengths = (("texts", "feed", "tokens"), [12, 0]), (("header", "texts"), {"feed": 1})
-    file = index_path(crafted(tar, fault, *lengths)).read_bytes()
+    parts = two_samples()
+    parts.faults["readings"]["llava"] = [[1, "no_answer", "é"]]
+    parts.tables["feed"][1] = 0
+    index_path(tar).write_bytes(put_together(parts, texts={"feed": 1}))
+    file = index_path(tar).read_bytes()
     index = read_index(tar)
     assert index == ShardIndex(
         BYTES,
@@ -96,71 +106,100 @@ def test_equal_indexes_are_equal_bytes_whatever_was_put_in_first(tar):
     assert index_path(tar).read_bytes() == first
 
 
-def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
-    """An index of two samples in which these columns hold these values, with the checksum that it
-    then needs.
-    """
-    members = {
-        "counts": [2, 1],
-        "suffix": ["json", "jpg", "json"],
-        "offset": [512, 1536, 3072],
-        "size": [3, 700, 1],
+def two_samples() -> Parts:
+    """An index of two samples, one with an image, written by hand."""
+    hashes = []
+    for key in (b"a", b"b"):
+        digest = hashlib.blake2b(key, digest_size=8, person=b"held out").digest()
+        hashes.append(int.from_bytes(digest, "big"))
+    rows = {
+        "samples": [(hashes[0], 1, 2, 1), (hashes[1], 2, 3, 1)],
+        "members": [(0, 512, 3, 7), (1, 1536, 700, 8), (0, 3072, 1, 9)],
+        "images": [(640, 480)],
+        "keys": list(b"ab"),
+        "suffixes": list(b"json\0jpg\0"),
+        "faults": [],
     }
-    content = {
-        "keys": ["a", "b"],
-        "members": {**members, "crc32": [7, 8, 9]},
-        "images": {"counts": [1, 0], "width": [640], "height": [480]},
-        "faults": {"llava": []},
-        "texts": {"feed": {"tokens": [5, 6], "faults": []}},
-    }
+    tables = {name: np.array(of_table, np.dtype(TABLES[name])) for name, of_table in rows.items()}
     header = {
         "format": "mmtrain shard index",
-        "version": 3,
+        "version": 4,
         "tar_bytes": BYTES,
-        "samples": 2,
+        "readings": ["llava"],
         "texts": {"feed": 2},
     }
-    for (*path, last), value in changes:
-        place = header if path == ["header"] else content
-        for name in path if path != ["header"] else ():
-            place = place[name]
-        place[last] = value
-    second = json.dumps(content, separators=(",", ":")).encode()
-    header["bytes"] = len(second)
-    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
-    index_path(tar).write_bytes(
-        json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
-    )
-    return tar
+    faults = {"readings": {"llava": []}, "texts": {"feed": []}}
+    return Parts(header, tables | {"feed": np.array([12, 6], "<i4")}, faults)
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        (("keys",), ["a"]),
-        (("keys",), ["a", "x\nerror: all is well"]),
-        (("members", "counts"), [2, 2]),
-        (("members", "size"), [3, 700]),
-        (("members", "offset"), [512, 1536, BYTES]),
-        (("members", "crc32"), [7, 8, 2**32]),
-        (("images",), None),
-        (("images", "counts"), [0, 1]),
-        (("images", "height"), [1, 2]),
-        (("faults",), {}),
-        (("faults", "llava"), [[0, "not_json", ""], [0, "not_json", ""]]),
-        (("faults", "llava"), [[0, "no such reason", ""]]),
-        (("texts",), {}),
-        (("header", "texts"), {"feed": 1}),
-        (("header", "samples"), 3),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(
-    tar, column, value
-):
-    assert read_index(crafted(tar)).keys == ["a", "b"]
-    crafted(tar, (column, value))
-    named = {"samples": "keys", "llava": "faults"}.get(column[-1], column[-1])
+def with_number(table: str, field: str | None, row: int, value: int) -> Callable[[Parts], None]:
+    def change(parts: Parts) -> None:
+        column = parts.tables[table]
+        if field is not None:
+            column = column[field]
+        column[row] = value
+
+    return change
+
+
+def with_faults(*rows: list, text: str = "feed") -> Callable[[Parts], None]:
+    def change(parts: Parts) -> None:
+        parts.faults = {"readings": {"llava": list(rows)}, "texts": {text: []}}
+
+    return change
+
+
+def without_last(*tables: str) -> Callable[[Parts], None]:
+    def change(parts: Parts) -> None:
+        for name in tables:
+            parts.tables[name] = parts.tables[name][:-1]
+
+    return change
+
+
+def with_texts(**usable: Any) -> Callable[[Parts], None]:
+    return lambda parts: parts.header.update(texts=usable)
+
+
+WRONG = {
+    "a key too few": (without_last("keys"), "key_end"),
+    "a key with a line end": (with_number("keys", None, 1, ord("\n")), "keys"),
+    "a key that is no UTF-8": (with_number("keys", None, 1, 0xFF), "utf-8"),
+    "an empty key": (with_number("samples", "key_end", 0, 0), "key_end"),
+    "keys that end before they begin": (with_number("samples", "key_end", 0, 9), "key_end"),
+    "a sample without members": (with_number("samples", "member_end", 0, 0), "member_end"),
+    "a member too few": (without_last("members"), "member_end"),
+    "a member beyond the tar": (with_number("members", "offset", 2, BYTES), "size"),
+    "an offset that overflows": (with_number("members", "offset", 2, 2**63 - 1), "size"),
+    "a size below 0": (with_number("members", "size", 0, -1), "size"),
+    "an offset below 0": (with_number("members", "offset", 0, -1), "offset"),
+    "a suffix that is none": (with_number("members", "suffix", 0, 2), "suffixes"),
+    "a suffix with a control character": (with_number("suffixes", None, 0, 7), "suffixes"),
+    "a suffix without an end": (without_last("suffixes"), "suffixes"),
+    "an image too few": (without_last("images"), "image_end"),
+    "a width below 0": (with_number("images", "width", 0, -1), "width"),
+    "an image in the sample without": (with_number("samples", "image_end", 0, 0), "image_end"),
+    "no reading": (lambda parts: parts.header.update(readings=[]), "readings"),
+    "another reading": (lambda parts: parts.header.update(readings=["qa"]), "faults"),
+    "a fault twice": (with_faults([0, "not_json", ""], [0, "not_json", ""]), "faults"),
+    "a fault without a reason": (with_faults([0, "no such reason", ""]), "readings.llava"),
+    "a fault without a sample": (with_faults([2, "not_json", ""]), "faults"),
+    "faults under another text": (with_faults(text="f00d"), "faults"),
+    "a length below 0": (with_number("feed", None, 0, -1), "tokens feed"),
+    "lengths too few": (without_last("feed"), "bytes"),
+    "no texts": (with_texts(), "bytes"),
+    "other usable samples": (with_texts(feed=1), "texts"),
+    "a number that is text": (with_texts(feed="2"), "texts"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, change, named):
+    parts = two_samples()
+    index_path(tar).write_bytes(put_together(parts))
+    assert read_index(tar).keys == ["a", "b"]
+    change(parts)
+    index_path(tar).write_bytes(put_together(parts))
     with pytest.raises(
         UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild {tar}$"
     ) as caught:
@@ -168,32 +207,67 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
 
 
+@pytest.mark.parametrize("changed", [{"tables": {}}, {"tables": {"samples": 2}}, {"tar_bytes": -1}])
+def test_a_first_line_that_cannot_be_is_an_error_that_names_the_file(tar, changed):
+    index_path(tar).write_bytes(put_together(two_samples(), **changed))
+    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
+        read_index(tar)
+
+
 def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
-    crafted(tar)
-    second = b"[" * 200_000 + b"]" * 200_000
-    header = {
-        "format": "mmtrain shard index",
-        "version": 3,
-        "tar_bytes": BYTES,
-        "samples": 0,
-        "texts": {},
-    }
-    header["bytes"] = len(second)
-    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
-    for first in (json.dumps(header, separators=(",", ":")).encode(), second):
-        index_path(tar).write_bytes(first + b"\n" + second + b"\n")
-        with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
-            read_index(tar)
+    parts = two_samples()
+    deep = b"[" * 200_000 + b"]" * 200_000
+    index_path(tar).write_bytes(deep + b"\n")
+    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
+        read_index(tar)
+    parts.faults = "DEEP"
+    content = put_together(parts)
+    line, _, body = content.partition(b"\n")
+    header = json.loads(line)
+    body = body.replace(b'"DEEP"', deep)
+    header["tables"]["faults"] = len(deep)
+    del header["crc32"]
+    header["crc32"] = zlib.crc32(body, zlib.crc32(compact(header)))
+    index_path(tar).write_bytes(compact(header) + b"\n" + body)
+    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
+        read_index(tar)
+
+
+@pytest.mark.parametrize("read", [read_header, read_tables])
+@pytest.mark.parametrize("wrong", ["cut", "flipped", "larger than any"])
+def test_a_damaged_file_takes_no_more_memory_than_three_of_it(tar, read, wrong):
+    many = range(20_000)
+    index = ShardIndex(
+        BYTES, [f"{n:09}" for n in many], [(Member("json", 512, 3, n),) for n in many],
+        [()] * len(many), {"llava": {}}, {"feed": TextLengths([5] * len(many))},
+    )  # fmt: skip
+    write_index(tar, index)
+    content = bytearray(index_path(tar).read_bytes())
+    if wrong == "cut":
+        del content[-1000:]
+    elif wrong == "flipped":
+        content[-1000] ^= 1
+    else:
+        content = content.replace(b'"samples":20000', b'"samples":2000000000')
+    index_path(tar).write_bytes(content)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(UserError):
+            read(tar)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(content)
 
 
 def test_an_index_of_another_version_is_refused_by_number(tar):
     write_index(tar, small_index())
     index_path(tar).write_bytes(
-        index_path(tar).read_bytes().replace(b'"version":3', b'"version":4')
+        index_path(tar).read_bytes().replace(b'"version":4', b'"version":5')
     )
     with pytest.raises(
         UserError,
-        match=r"\.index has version 4; this mmtrain reads 3\. Make it again: mmtrain index ",
+        match=r"\.index has version 5; this mmtrain reads 4\. Make it again: mmtrain index ",
     ):
         read_index(tar)
 
@@ -201,7 +275,7 @@ def test_an_index_of_another_version_is_refused_by_number(tar):
 def test_a_tar_of_another_size_makes_its_index_stale(tar):
     write_index(tar, small_index())
     tar.write_bytes(bytes(BYTES - 512))
-    for read in (read_index, indexed_texts):
+    for read in (read_index, read_header):
         with pytest.raises(
             UserError,
             match=r"is stale: made for a tar of 4,096 bytes, but shard-000000\.tar has 3,584",
@@ -211,11 +285,11 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
 
 def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex):
-        indexed_texts(tar)
+        read_header(tar)
     with pytest.raises(MissingIndex, match=r"mmtrain index CONFIG .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
-    assert indexed_texts(tar) == {"0" * 16: 1, "f" * 16: 2}
+    assert read_header(tar).texts == {"0" * 16: 1, "f" * 16: 2}
 
 
 def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):

@@ -56,7 +56,7 @@ def test_an_epoch_that_ends_within_a_step_is_closed_with_that_step(tiny, tmp_pat
 def test_overlong_samples_are_read_and_not_trained_on(tiny, tmp_path):
     packed, account = open_account(tiny, tmp_path, "data.pack_length=40")
     (epoch,) = run_steps(account, account.watch(iter(packed)), -(-packed.order.first_pack(1) // 5))
-    assert epoch["overlong"] == packed.order.epoch_plan(0).overlong > 5
+    assert epoch["overlong"] == packed.order.epoch(0).overlong > 5
     assert epoch["read"] == epoch["trained"] + epoch["overlong"] == 96
 
 

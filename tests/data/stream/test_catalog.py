@@ -1,16 +1,19 @@
+import multiprocessing
 import shutil
 import zlib
 
 import pytest
 from archives import conversation, picture, write_tar
+from catalogs import is_held_out, lengths, opened, reasons, stored_set
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import Tokenization
-from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
+from mmtrain.data.shards.index import Member, TextLengths, index_path, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
+from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.order import UNUSABLE, Capacity
+from mmtrain.data.stream.stored import data_sets
 from mmtrain.facts.tokenizer_files import text_fingerprint
 from mmtrain.layouts.registry import TEXT_ALONE
 from mmtrain.layouts.square import Square
@@ -31,8 +34,8 @@ def write_indexed(tar, files, text="any", tokens=5):
     return tar
 
 
-def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
-    return Catalog([DataSet(tars)], [text], Square(tokens_per_image), max_image_pixels, held_out)
+def open_catalog(*tars, text="any", tokens_per_image=16, **more):
+    return opened(tars, Square(tokens_per_image), text, **more)
 
 
 def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason(tmp_path):
@@ -48,16 +51,17 @@ def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason
     catalog = open_catalog(first, second, max_image_pixels=599)
     found = {
         number: (fault.key, fault.shard, fault.offset, fault.reason)
-        for number, fault in catalog.faults.items()
+        for number, fault in zip((1, 2, 3), catalog.faults(), strict=True)
     }
     assert found == {
         1: ("b", str(first), 1536, "not_json"),
         2: ("c", str(first), 2560, "template"),
         3: ("d", str(second), 512, "too_many_pixels"),
     }
-    assert catalog.faults[3].detail == "30 x 20 pixels; data.max_image_pixels is 599"
-    assert catalog.lengths.tolist() == [5, UNUSABLE, UNUSABLE, UNUSABLE, 5]
-    assert 3 not in open_catalog(first, second, max_image_pixels=600).faults
+    assert catalog.fault(3).detail == "30 x 20 pixels; data.max_image_pixels is 599"
+    assert lengths(catalog) == [5, UNUSABLE, UNUSABLE, UNUSABLE, 5]
+    assert catalog.reasons == {"not_json": 1, "template": 1, "too_many_pixels": 1}
+    assert reasons(open_catalog(first, second, max_image_pixels=600)).keys() == {1, 2}
 
 
 def test_an_image_of_which_the_index_knows_no_size_cannot_be_cut_into_tiles(tmp_path):
@@ -67,11 +71,9 @@ def test_an_image_of_which_the_index_knows_no_size_cannot_be_cut_into_tiles(tmp_
     index = read_index(tar)
     index.image_sizes[0] = ((0, 0),)
     write_index(tar, index)
-    catalog = Catalog([DataSet((tar,))], ["any"], Tiles(16, 32), 10**6)
-    assert {number: fault.reason for number, fault in catalog.faults.items()} == {
-        0: "undecodable_image"
-    }
-    assert catalog.lengths.tolist() == [UNUSABLE, 5]
+    catalog = opened([tar], Tiles(16, 32))
+    assert reasons(catalog) == {0: "undecodable_image"}
+    assert lengths(catalog) == [UNUSABLE, 5]
 
 
 def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(tiny, tmp_path):
@@ -80,24 +82,18 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     shown = [("c.json", conversation("Show it", "<image>")), ("c.png", picture(3, 2))]
     tar = write_tar(tmp_path / "0.tar", [*seen, *asked, *shown])
 
-    def opened(name):
+    def open_text(name):
         layout = TEXT_ALONE[name](0)
         ensure_indexes([tar], Tokenization(str(tiny / "llm"), "llava_v1", layout))
-        return Catalog(
-            [DataSet((tar,))],
-            [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)],
-            layout,
-            100,
-        )
+        text = text_fingerprint(tiny / "llm", "llava_v1", layout.texts)
+        return opened([tar], layout, text, max_image_pixels=100)
 
-    refused = opened("require")
-    assert {number: fault.reason for number, fault in refused.faults.items()} == {
-        0: "no_encoder",
-        2: "no_encoder",
-    }
-    stripped = opened("strip")
-    assert {number: fault.reason for number, fault in stripped.faults.items()} == {2: "no_answer"}
-    assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], (
+    refused = open_text("require")
+    assert reasons(refused) == {0: "no_encoder", 2: "no_encoder"}
+    assert refused.fault(0).detail == "1 images"
+    stripped = open_text("strip")
+    assert reasons(stripped) == {2: "no_answer"}
+    assert stripped.length(0) == stripped.length(1) == refused.length(1), (
         "the same text without its image"
     )
     assert not stripped.sample_sets[0].tiles.any()
@@ -106,10 +102,17 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     assert first.turns == second.turns and first.images == second.images == ()
 
 
-def test_the_held_out_share_is_a_hash_of_the_key_that_never_moves():
-    keys = [f"{number:06d}" for number in range(40)] + ["GCC_train_002582585", "a/b", "é", "図書館"]
-    held_out = [key for key in keys if is_held_out(key, 0.2)]
+def test_the_held_out_share_is_a_hash_of_the_key_that_never_moves(tmp_path):
+    keys = [f"{number:06d}" for number in range(40)] + ["GCC_train_002582585", "x/b", "é", "図書館"]
+    tar = write_indexed(tmp_path / "0.tar", [(f"{key}.json", CAPTION) for key in keys])
+    catalog = open_catalog(tar, held_out=0.2)
+    held_out = [catalog.find(number).key for number in catalog.held_out.tolist()]
     assert held_out == ["000000", "000009", "000019", "000022", "000033"]
+    assert held_out == [key for key in keys if is_held_out(key, 0.2)]
+    assert catalog.held_out_samples == 5 and lengths(catalog) == [5] * len(keys)
+    assert len(open_catalog(tar, held_out=0.7).held_out) == sum(
+        is_held_out(key, 0.7) for key in keys
+    )
     keys = [str(number) for number in range(20_000)]
     for fraction in (0.01, 0.2, 0.7):
         count = sum(is_held_out(key, fraction) for key in keys)
@@ -136,7 +139,12 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
         ("cats", 1.0, 2),
         ("dogs", 0.5, 2),
     ]
-    catalog = Catalog(sets, ["any", "any"], Square(16), 10**6)
+    catalog = Catalog(
+        [
+            stored_set(one.shards, Square(16), weight=one.weight, name=one.name, form=one.form)
+            for one in sets
+        ]
+    )
     found = [catalog.find(number) for number in range(len(catalog))]
     assert [place.key for place in found] == [
         "cats/x",
@@ -154,9 +162,9 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
         Member("json", 512 + number * step, len(CAPTION), zlib.crc32(CAPTION))
         for number in (0, 1, 2, 0, 0, 1)
     ]
-    assert [(one.weight, one.shard_sizes.tolist()) for one in catalog.sample_sets] == [
-        (1.0, [3, 0]),
-        (0.5, [1, 2]),
+    assert [(one.weight, one.firsts.tolist()) for one in catalog.sample_sets] == [
+        (1.0, [0, 3, 3]),
+        (0.5, [0, 1, 3]),
     ]
     assert open_catalog(tmp_path / "a" / "0.tar").find(1).key == "y"
 
@@ -215,23 +223,115 @@ def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
         ("c.1.png", picture(9, 9)),
     ]
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), *two])
-    catalog = open_catalog(tar)
-    catalog.refuse_overlong(Capacity(37, 2))
+    open_catalog(tar, capacity=Capacity(37, 2)).refuse_overlong()
     with pytest.raises(
         UserError, match=rf"^{tar}: sample c: 37 tokens and 2 tiles do not fit .* 36 tokens \(1 "
     ):
-        catalog.refuse_overlong(Capacity(36))
+        open_catalog(tar, capacity=Capacity(36)).refuse_overlong()
     with pytest.raises(
         UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 tile \(1 samples in all"
     ):
-        catalog.refuse_overlong(Capacity(37, 1))
+        open_catalog(tar, capacity=Capacity(37, 1)).refuse_overlong()
 
 
 def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
     tar = write_indexed(
         tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1
     )
-    catalog = open_catalog(tar, tokens_per_image=2**20)
-    assert catalog.lengths.tolist() == [2**31 - 1]
+    catalog = open_catalog(tar, tokens_per_image=2**20, capacity=Capacity(4096))
+    assert lengths(catalog) == [2**31 - 1]
     with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 tile do not fit"):
-        catalog.refuse_overlong(Capacity(4096))
+        catalog.refuse_overlong()
+
+
+def cached(tmp_path):
+    """All files of the catalogues in the cache."""
+    return sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+
+
+def two_shards(folder):
+    files = [("a.json", LOOK), ("a.png", picture(9, 9)), ("b.json", b"{"), ("c.json", CAPTION)]
+    first = write_indexed(folder / "0.tar", files)
+    return first, write_indexed(folder / "1.tar", [("d.json", CAPTION)])
+
+
+def seen(catalog):
+    return (
+        catalog.fingerprint,
+        lengths(catalog),
+        [catalog.find(number) for number in range(len(catalog))],
+        list(catalog.faults()),
+    )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_of_the_cache_that_is_cut_or_gone_is_made_again_with_the_same_bytes(tmp_path):
+    tars = two_shards(tmp_path)
+    before = seen(open_catalog(*tars))
+    files = {path: path.read_bytes() for path in cached(tmp_path)}
+    assert len(files) == 12
+    for path, content in files.items():
+        for wrong in (None, b"", content[:-1], content[: len(content) // 2], b"{" + content):
+            if wrong is None:
+                path.unlink()
+            else:
+                path.write_bytes(wrong)
+            assert seen(open_catalog(*tars)) == before, path
+        assert {path: path.read_bytes() for path in cached(tmp_path)} == files
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_catalogue_is_made_again_when_a_shard_or_an_index_is_replaced_and_the_old_one_goes(
+    tmp_path,
+):
+    tars = two_shards(tmp_path)
+    before = seen(open_catalog(*tars))
+    written = cached(tmp_path)
+    open_catalog(*tars, held_out=0.5)
+    assert len(cached(tmp_path)) == len(written) + 4, "another view of the same catalogue"
+    write_indexed(tars[1], [("d.json", CAPTION), ("e.json", CAPTION)])
+    assert len(open_catalog(*tars)) == 5
+    assert len(cached(tmp_path)) == len(written)
+    assert not set(written) & set(cached(tmp_path))
+    two_shards(tmp_path)
+    assert seen(open_catalog(*tars)) == before
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_processes_that_count_at_once_make_one_catalogue(tmp_path):
+    tars = two_shards(tmp_path)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(4) as pool:
+        found = pool.starmap(fingerprint_of, [(tars,)] * 8)
+    assert set(found) == {open_catalog(*tars).fingerprint}
+    assert len(cached(tmp_path)) == 12
+
+
+def fingerprint_of(tars):
+    return open_catalog(*tars).fingerprint
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_cache_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch):
+    tars = two_shards(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        UserError, match=r"catalog.*: cannot be written \(Not a dir.*XDG_CACHE_HOME"
+    ):
+        open_catalog(*tars)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_every_damaged_index_is_named_and_nothing_is_kept(tmp_path):
+    tars = two_shards(tmp_path)
+    for tar in tars:
+        path = index_path(tar)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"^2 of 2 shards:\n  .*0\.tar\.index: is damaged.*\n  .*1\.tar\.index"
+    ):
+        open_catalog(*tars)
+    assert cached(tmp_path) == []

@@ -48,6 +48,10 @@ def same(one, other):
     assert one.tiles is None or torch.equal(one.tiles, other.tiles)
 
 
+def packs_of_an_epoch(batches):
+    return batches.order.first_pack(1)
+
+
 def stored_keys(folder):
     expected = []
     for tar in sorted(folder.glob("*.tar")):
@@ -190,9 +194,9 @@ def test_overlong_samples_are_left_out_and_counted_or_refused(tiny):
     longer = longer_than(tiny, 40)
     assert len(longer) > 5
     batches = open_batches(tiny, "data.pack_length=40")
-    plan = batches.order.epoch_plan(0)
-    assert (plan.drawn, plan.overlong, plan.unusable) == (96, len(longer), 0)
-    keys = [key for batch in first(batches, len(plan)) for key in batch.keys]
+    epoch = batches.order.epoch(0)
+    assert (epoch.drawn, epoch.overlong, epoch.unusable) == (96, len(longer), 0)
+    keys = [key for batch in first(batches, packs_of_an_epoch(batches)) for key in batch.keys]
     assert sorted(keys) == sorted(set(stored_keys(tiny / "shards")) - longer)
     assert f", {len(longer)} too long for a pack" in batches.summary
     with pytest.raises(
@@ -203,7 +207,7 @@ def test_overlong_samples_are_left_out_and_counted_or_refused(tiny):
 
 def test_how_often_a_run_passes_over_its_data_is_said(tiny):
     steps, epochs = "train.max_steps=10", "train.max_steps=null"
-    packs = len(open_batches(tiny).order.epoch_plan(0))
+    packs = packs_of_an_epoch(open_batches(tiny))
     assert packs > 20
     assert open_batches(tiny, steps).summary.endswith(
         f"; 10 steps of 4 packs are {40 / packs:.3g} epochs"
@@ -243,7 +247,7 @@ def test_a_held_out_fraction_is_the_same_samples_in_every_run_and_never_trained_
     larger = open_batches(tiny, "eval.fraction=0.4")
     assert held_out < {larger.catalog.find(number).key for number in larger.catalog.held_out}
     trained = {
-        key for batch in first(batches, 2 * len(batches.order.epoch_plan(0))) for key in batch.keys
+        key for batch in first(batches, 2 * packs_of_an_epoch(batches)) for key in batch.keys
     }
     assert trained == set(stored_keys(tiny / "shards")) - held_out
 
@@ -255,7 +259,7 @@ def test_several_data_sets_are_drawn_by_weight_and_named_in_the_keys(tiny, tmp_p
         f"name: b, shards: {tmp_path}/*.tar, weight: 2",
     )
     batches = open_batches(tiny, "data.shards=null", f"data.sets=[{{{half}}}, {{{twice}}}]")
-    keys = [key for batch in first(batches, len(batches.order.epoch_plan(0))) for key in batch.keys]
+    keys = [key for batch in first(batches, packs_of_an_epoch(batches)) for key in batch.keys]
     of_half = [key for key in keys if key.startswith("a/")]
     assert len(of_half) == len(set(of_half)) == 48
     assert sorted(key for key in keys if key.startswith("b/")) == sorted(

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from archives import conversation, picture, write_tar
+from catalogs import opened
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import scan_shard
-from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
+from mmtrain.data.stream.catalog import OPEN_FILES, Reader
 from mmtrain.layouts.square import Square
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def open_reader(*tars: Path, retry_seconds: float = 0) -> Reader:
         index = scan_shard(tar, lambda sample: None)
         index.texts["any"] = TextLengths([1] * len(index.keys))
         write_index(tar, index)
-    return Reader(Catalog([DataSet(tars)], ["any"], Square(1), 10**6), retry_seconds)
+    return Reader(opened(tars, Square(1)), retry_seconds)
 
 
 def captions(folder: Path, shards: int, samples: int = 3) -> list[Path]:
@@ -117,7 +118,7 @@ def test_a_member_that_would_not_fit_into_memory_is_not_read(tmp_path):
     os.truncate(tar, 1 << 30)  # a hole: no disk is used
     index.tar_bytes, index.members[1] = 1 << 30, (index.members[1][0]._replace(size=100 << 20),)
     write_index(tar, index)
-    reader = Reader(Catalog([DataSet((tar,))], ["any"], Square(1), 10**6), 0)
+    reader = Reader(opened((tar,), Square(1)), 0)
     assert (reader.read(1).reason, reader.read(0).key) == ("too_many_bytes", "0-0")
 
 

@@ -215,9 +215,9 @@ def test_an_image_too_thin_for_its_grid_is_told_before_the_run_and_costs_its_sam
     rest = [("b.1.png", noise(40, 40)), ("c.json", conversation("Say.", "a circle"))]
     write_tar(tmp_path / "s.tar", [*thin, *both, *rest])
     packed = open_batches(tiny, tmp_path, "anyres_max_9", "model.vision.pinpoints=[[3200, 32]]")
-    ((fault),) = packed.catalog.faults.values()
+    (fault,) = packed.catalog.faults()
     assert (fault.key, fault.reason) == ("a", "unfit_shape") and "10 x 2100 pixels" in fault.detail
-    assert packed.order.epoch_plan(0).unusable == 1
+    assert packed.order.epoch(0).unusable == 1
     batch = taken(packed, 1)[0]
     assert set(batch.keys) == {"b", "c"} and {tiling.tiles for tiling in batch.tilings} == {1}, (
         "of several, squares"

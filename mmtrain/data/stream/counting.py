@@ -1,0 +1,429 @@
+"""Count the samples of a data set once, on all cores, into files that every process maps.
+
+tars and indexes --sizes, times--> CACHE/catalog/<data set>-<state>/, the catalogue:
+    each table of `index.TABLES` over all shards, with each shard's own ends and suffixes
+    firsts    (tables, shards + 1) i8: number of each shard's first row of each table
+catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
+    lengths   (samples,) i4 tokens, those of images included; UNUSABLE; negative: held out
+    tiles     (samples,) i4 tiles of each sample
+    shards    (shards, 3) i8: samples that are not held out, that fit a pack, that are UNUSABLE
+
+A table is a file NAME.npy; about.json holds the shards' paths, and what concerns a view as a whole.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from numpy import ndarray
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held, whole_folder
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import compact_json
+from mmtrain.base.progress import ProgressBar
+from mmtrain.base.version import VERSION
+from mmtrain.data.shards.index import (
+    MAKE,
+    MEND,
+    TABLES,
+    Faults,
+    Header,
+    MissingIndex,
+    Tables,
+    counts_of,
+    faults_of,
+    index_path,
+    read_header,
+    read_tables,
+    sums_of,
+)
+from mmtrain.data.shards.index import VERSION as INDEX_VERSION
+from mmtrain.data.shards.indexing import raise_all
+from mmtrain.data.shards.pool import Advance, worker_pool
+from mmtrain.data.stream.order import UNUSABLE, Capacity
+from mmtrain.layouts.layout import ImageLayout, UnfitImage
+
+CATALOGUE = (*TABLES, "firsts")
+VIEW = ("lengths", "tiles", "shards")
+# Of a process at a time: large enough for processes to pay, and 100 MB of memory.
+_SAMPLES_A_TASK = 250_000
+_SHARDS_A_TASK = 1000
+_SHOWN_FROM = 1_000_000  # samples: they take a second
+_SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
+_LONGEST = np.iinfo(np.int32).max
+
+MakeIndexes = Callable[[Sequence[Path]], None]  # of shards that lack one
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The settings that decide how long samples are, and which of them a run trains on."""
+
+    reading: str  # SampleFormat.reading
+    text: str  # fingerprint of the texts' lengths
+    layout: ImageLayout
+    max_image_pixels: int
+    capacity: Capacity
+    held_out_fraction: float | None = None
+
+    def faults(self, tables: Tables) -> Faults:
+        """Return the samples of a shard that can never be trained on; the first fault stays."""
+        faults = faults_of(tables, self.reading, self.text)
+        images = tables["images"]
+        ends = tables["samples"]["image_end"]
+        counts = counts_of(ends)
+        if not self.layout.takes_images:
+            if not self.layout.strips:
+                for place in np.flatnonzero(counts).tolist():
+                    faults.setdefault(place, ("no_encoder", f"{counts[place]} images"))
+            return faults
+        if self.layout.is_sized:
+            faults = {**positions_and_tiles(tables, self.layout)[1], **faults}
+        pixels = images["width"].astype(np.int64) * images["height"]
+        of_images = np.repeat(np.arange(len(counts)), counts)
+        for image in np.flatnonzero(pixels > self.max_image_pixels).tolist():
+            width, height = images[image].tolist()
+            detail = (
+                f"{width} x {height} pixels; data.max_image_pixels is {self.max_image_pixels:,}"
+            )
+            faults.setdefault(int(of_images[image]), ("too_many_pixels", detail))
+        return faults
+
+    def lengths_and_tiles(self, tables: Tables, faults: Faults) -> tuple[ndarray, ndarray]:
+        """Return (samples,) int32 lengths and tiles of a shard, as a view has them."""
+        samples = tables["samples"]
+        of_images, _ = positions_and_tiles(tables, self.layout)
+        positions, tiles = (sums_of(of_images[:, at], samples["image_end"]) for at in (0, 1))
+        # above 32 bits: too long for any pack in any case
+        lengths = np.minimum(tables[self.text] + positions, _LONGEST).astype(np.int32)
+        lengths[list(faults)] = UNUSABLE
+        if self.held_out_fraction is not None:
+            bound = math.ceil(self.held_out_fraction * 2**64)
+            lengths[samples["key_hash"] < np.uint64(bound)] *= -1
+        return lengths, np.minimum(tiles, _LONGEST).astype(np.int32)
+
+
+def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, Faults]:
+    """Return (images, 2) int64 positions and tiles of each image, and samples with unfit ones.
+
+    Both are 0 where an image cannot be cut.
+    """
+    images = tables["images"]
+    counts = counts_of(tables["samples"]["image_end"])
+    if not layout.is_sized:
+        of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
+        return np.tile(np.array(of_image, np.int64), (len(images), 1)), {}
+
+    # Each size is cut once: data sets have few.
+    places = np.repeat(np.arange(len(counts)), counts)
+    columns = np.column_stack([images["width"], images["height"], counts[places] == 1])
+    kinds, kind_of_image = np.unique(columns, axis=0, return_inverse=True)
+    kind_of_image = kind_of_image.reshape(-1)
+    of_kind = np.zeros((len(kinds), 2), np.int64)
+    unfit = {}
+    for kind, (width, height, is_alone) in enumerate(kinds.tolist()):
+        of_kind[kind], fault = _cut(layout, width, height, 1 if is_alone else 2)
+        if fault is not None:
+            unfit[kind] = fault
+    faults: Faults = {}
+    for image in np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist():
+        faults[int(places[image])] = unfit[int(kind_of_image[image])]
+    return of_kind[kind_of_image], faults
+
+
+@functools.lru_cache(_SIZES_KEPT)
+def _cut(
+    layout: ImageLayout, width: int, height: int, images: int
+) -> tuple[tuple[int, int], tuple[str, str] | None]:
+    """Return positions and tiles of an image, and why it cannot be cut."""
+    if not (width and height):
+        return (0, 0), ("undecodable_image", "its header does not contain its size")
+    try:
+        tiling = layout.tiling(width, height, images)
+    except UnfitImage as error:
+        return (0, 0), ("unfit_shape", str(error))
+    return (tiling.positions, tiling.tiles), None
+
+
+class Mapped(NamedTuple):
+    """A catalogue, or a view, mapped."""
+
+    tables: Tables
+    about: dict[str, Any]
+
+
+def mapped(folder: Path, names: Sequence[str]) -> Mapped:
+    """Map tables of the cache. Raises OSError, ValueError or EOFError for one that is not whole."""
+    tables = {}
+    for name in names:
+        tables[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+    return Mapped(tables, json.loads((folder / "about.json").read_bytes()))
+
+
+def _is_whole(folder: Path, names: Sequence[str]) -> bool:
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        mapped(folder, names)
+        return True
+    return False
+
+
+def count_samples(
+    tars: Sequence[Path],
+    measure: Measure,
+    make: MakeIndexes | None = None,
+    *,
+    workers: int = 1,
+    stream: TextIO | None = None,
+) -> Path:
+    """Return the view of a data set, in its catalogue in the cache; make both if need be.
+
+    Shards without an index, or without such lengths, are given to `make`. Raises UserError for
+    indexes that are stale or damaged, for missing ones without `make`, and for a cache that cannot
+    be written. Cost: 0.5 us a sample of one of the cores.
+    """
+    folder = _catalogue(tars)
+    key = hashlib.sha256(f"{VERSION} {measure}".encode()).hexdigest()[:24]
+    if folder is not None and _is_whole(folder, CATALOGUE) and _is_whole(folder / key, VIEW):
+        return folder / key
+    rows = _rows(tars, measure, workers)
+    missing = [tar for tar, of_shard in zip(tars, rows, strict=True) if of_shard is None]
+    if missing and make is not None:
+        make(missing)
+        rows = _rows(tars, measure, workers)
+    if None in rows:
+        tar = tars[rows.index(None)]
+        raise UserError(
+            f"{tar}: its index has no token lengths for this format, tokenizer and "
+            f"template. Make them: {MAKE} {tar}"
+        )
+    folder = _catalogue(tars)
+    assert folder is not None, "every shard has an index"
+    firsts = np.cumsum([[0] * len(TABLES), *rows], axis=0, dtype=np.int64).T
+    count = functools.partial(_count_all, tars, measure, firsts, workers, stream)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with held(folder.with_name(f".{folder.name}.lock"), wait=True):
+            if not _is_whole(folder, CATALOGUE):
+                # with catalogues of shards or indexes that were replaced
+                for other in folder.parent.glob(f"{folder.name.split('-')[0]}-*"):
+                    shutil.rmtree(other)
+                with whole_folder(folder) as unfinished:
+                    (unfinished / key).mkdir()
+                    count(unfinished, unfinished / key)
+            elif not _is_whole(folder / key, VIEW):
+                shutil.rmtree(folder / key, ignore_errors=True)
+                with whole_folder(folder / key) as unfinished:
+                    count(None, unfinished)
+    except OSError as error:
+        # else another process was faster, on a disk without locks
+        if not _is_whole(folder / key, VIEW):
+            raise UserError(
+                f"{folder}: cannot be written ({error.strerror}). Free space, "
+                "or set XDG_CACHE_HOME to a folder that can be written"
+            ) from error
+    return folder / key
+
+
+def _catalogue(tars: Sequence[Path]) -> Path | None:
+    """Return where a catalogue is kept while tars and indexes stay; None without all indexes."""
+    data_set = hashlib.sha256(str(INDEX_VERSION).encode())
+    state = hashlib.sha256()
+    for tar in tars:
+        data_set.update(os.fsencode(f"{tar}\0{tar.absolute()}\0"))
+        try:
+            for found in (tar.stat(), index_path(tar).stat()):
+                state.update(f"{found.st_size} {found.st_mtime_ns} ".encode())
+        except OSError:
+            return None
+    name = f"{data_set.hexdigest()[:24]}-{state.hexdigest()[:24]}"
+    return cache_folder("catalog") / name
+
+
+_Rows = tuple[int, ...] | None  # of a shard's tables; None: it has no such index yet
+
+
+def _rows(tars: Sequence[Path], measure: Measure, workers: int) -> list[_Rows]:
+    """Return the rows of each shard's tables; raises UserError for stale or damaged indexes."""
+    tasks = [tars[at : at + _SHARDS_A_TASK] for at in range(0, len(tars), _SHARDS_A_TASK)]
+    rows = []
+    failures = []
+    with worker_pool(functools.partial(_read_rows, measure), min(workers, len(tasks))) as run:
+        for _, found in run(tasks, lambda _: None):
+            rows += found
+    failures = [one for one in rows if isinstance(one, UserError)]
+    raise_all(failures, len(tars))
+    return rows
+
+
+def _read_rows(measure: Measure, tars: Sequence[Path], advance: Advance) -> list[_Rows | UserError]:
+    found: list[_Rows | UserError] = []
+    for tar in tars:
+        try:
+            found.append(_rows_of(read_header(tar), measure))
+        except MissingIndex:
+            found.append(None)
+        except UserError as error:
+            found.append(error)
+    return found
+
+
+def _rows_of(header: Header, measure: Measure) -> _Rows:
+    if measure.text in header.texts and measure.reading in header.readings:
+        return tuple(header.tables[name] for name in TABLES)
+    return None
+
+
+@dataclass
+class _Found:
+    """What a view says of some shards, or of all."""
+
+    shards: list[tuple[int, int, int]]
+    reasons: Counter[str]
+    overlong: int = 0  # samples that fit no pack, held-out ones too
+    first_overlong: int = 0  # number of the first one
+    tiles_per_token: float = 0.0  # the most, of samples that fit a pack
+    digest: bytes = b""  # of all that decides which samples there are, and how they are planned
+
+
+def _count_all(
+    tars: Sequence[Path],
+    measure: Measure,
+    firsts: ndarray,
+    workers: int,
+    stream: TextIO | None,
+    catalogue: Path | None,
+    view: Path,
+) -> None:
+    """Write a view, and a catalogue unless it is None."""
+    rows = dict(zip(TABLES, firsts[:, -1].tolist(), strict=True))
+    if catalogue is not None:
+        for name, dtype in TABLES.items():
+            np.lib.format.open_memmap(catalogue / f"{name}.npy", "w+", dtype, (rows[name],))
+        np.save(catalogue / "firsts.npy", firsts)
+        about = compact_json({"shards": list(map(str, tars))})
+        (catalogue / "about.json").write_bytes(about)
+    for name in ("lengths", "tiles"):
+        np.lib.format.open_memmap(view / f"{name}.npy", "w+", np.int32, (rows["samples"],))
+
+    tasks = _tasks(firsts[0])
+    count = functools.partial(_count, tars, measure, firsts, catalogue, view)
+    found = _Found([], Counter())
+    digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
+    failures = []
+    # A bar for what takes a second.
+    shown = stream if rows["samples"] > _SHOWN_FROM else None
+    with (
+        worker_pool(count, min(workers, len(tasks))) as run,
+        ProgressBar("samples counted", rows["samples"], shown, is_brief=True) as progress,
+    ):
+        for _, one in run(tasks, lambda through: progress.show(through, through)):
+            if isinstance(one, list):
+                failures += one
+                continue
+            found.shards += one.shards
+            found.reasons.update(one.reasons)
+            if not found.overlong:
+                found.first_overlong = one.first_overlong
+            found.overlong += one.overlong
+            found.tiles_per_token = max(found.tiles_per_token, one.tiles_per_token)
+            digest.update(one.digest)
+    raise_all(failures, len(tars))
+    shards = np.array(found.shards, np.int64).reshape(-1, 3)
+    np.save(view / "shards.npy", shards)
+    about = {
+        "digest": digest.hexdigest(),
+        "reasons": found.reasons,
+        "overlong": found.overlong,
+        "first_overlong": found.first_overlong,
+        "tiles_per_token": found.tiles_per_token,
+    }
+    (view / "about.json").write_bytes(compact_json(about))
+
+
+def _tasks(firsts: ndarray) -> list[tuple[int, int]]:
+    """Cut shards into runs of about _SAMPLES_A_TASK samples."""
+    cuts = [0]
+    while cuts[-1] < len(firsts) - 1:
+        most = firsts[cuts[-1]] + _SAMPLES_A_TASK
+        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(firsts, most, "right")) - 1))
+    return list(itertools.pairwise(cuts))
+
+
+def _count(
+    tars: Sequence[Path],
+    measure: Measure,
+    firsts: ndarray,
+    catalogue: Path | None,
+    view: Path,
+    task: tuple[int, int],
+    advance: Advance,
+) -> _Found | list[UserError]:
+    """Write what concerns some shards; return the rest, or why they cannot be read."""
+    found = _Found([], Counter())
+    digest = hashlib.sha256()
+    written: dict[str, list[ndarray]] = {name: [] for name in (*TABLES, "lengths", "tiles")}
+    failures = []
+    for shard in range(*task):
+        tar = tars[shard]
+        try:
+            header, tables = read_tables(tar)
+            if _rows_of(header, measure) != tuple(np.diff(firsts[:, shard : shard + 2])[:, 0]):
+                raise UserError(f"{tar}: its index has changed while it was read. Start again")
+            faults = measure.faults(tables)
+            lengths, tiles = measure.lengths_and_tiles(tables, faults)
+            if np.count_nonzero(lengths == UNUSABLE) != len(faults):
+                raise UserError(
+                    f"{tar}: its index says neither length nor fault of a sample. "
+                    f"Make it again: {MEND} {tar}"
+                )
+        except UserError as error:
+            failures.append(error)
+            continue
+        for name, values in {**tables, "lengths": lengths, "tiles": tiles}.items():
+            if name in written:
+                written[name].append(values)
+        digest.update(tables["keys"].tobytes())
+        for values in (tables["samples"]["key_end"], tables["members"]["crc32"], lengths):
+            digest.update(values.tobytes())
+
+        fits = measure.capacity.fit(lengths, tiles)
+        is_overlong = (lengths != UNUSABLE) & ~measure.capacity.fit(abs(lengths), tiles)
+        if is_overlong.any() and not found.overlong:
+            found.first_overlong = int(firsts[0, shard] + is_overlong.argmax())
+        found.overlong += int(is_overlong.sum())
+        if fits.any():
+            per_token = float((tiles[fits] / lengths[fits]).max())
+            found.tiles_per_token = max(found.tiles_per_token, per_token)
+        found.shards.append((int((lengths >= 0).sum()), int(fits.sum()), len(faults)))
+        found.reasons.update(reason for reason, _ in faults.values())
+        advance(len(lengths))
+    if failures:
+        return failures
+    for name, parts in written.items():
+        if name not in TABLES:
+            _write(view, name, parts, firsts[0], task[0])
+        elif catalogue is not None:
+            _write(catalogue, name, parts, firsts[list(TABLES).index(name)], task[0])
+    found.digest = digest.digest()
+    return found
+
+
+def _write(folder: Path, name: str, parts: Sequence[ndarray], firsts: ndarray, shard: int) -> None:
+    """Write the rows of neighbouring shards into a table."""
+    with (folder / f"{name}.npy").open("r+b") as stream:
+        values = np.concatenate(parts)
+        behind = firsts[-1] - firsts[shard]
+        stream.seek(-int(behind) * values.itemsize, os.SEEK_END)
+        values.tofile(stream)

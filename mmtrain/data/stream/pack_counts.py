@@ -1,0 +1,99 @@
+"""Count the packs of each group of a run's epochs, on all cores, once.
+
+order of a run --groups packed--> <key>.npy in the view of its first data set: (groups,) int32
+"""
+
+import functools
+import hashlib
+import itertools
+from typing import TextIO
+
+import numpy as np
+from numpy import ndarray
+
+from mmtrain.base.durable import whole_file
+from mmtrain.base.progress import ProgressBar
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.shards.pool import Advance, worker_pool
+from mmtrain.data.stream.catalog import Catalog
+from mmtrain.data.stream.order import BEGIN, PackOrder, Position
+from mmtrain.data.stream.stored import StoredData
+
+_GROUPS_A_TASK = 20  # 0.2 s
+
+
+def pack_order(
+    config: RunConfig,
+    catalog: Catalog,
+    counts: ndarray | None = None,
+    start: Position = BEGIN,
+) -> PackOrder:
+    """Return a run's order."""
+    data = config.data
+    return PackOrder(
+        catalog.sample_sets,
+        config.run.seed,
+        catalog.capacity,
+        data.shuffle_shards,
+        data.pack_window,
+        counts,
+        start,
+    )
+
+
+def order_key(config: RunConfig, catalog: Catalog) -> str:
+    """Return an identity of a run's order."""
+    data = config.data
+    weights = [one.weight for one in catalog.sample_sets]
+    text = (
+        f"{catalog.fingerprint} {weights} {config.run.seed} {catalog.capacity} "
+        f"{data.shuffle_shards} {data.pack_window}"
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def with_packs(
+    config: RunConfig,
+    data: StoredData,
+    workers: int,
+    stream: TextIO | None,
+) -> StoredData:
+    """Return the data with the packs of each group of train.epochs.
+
+    Raises UserError. Cost: 1 us of one core for each sample of each epoch, where the cache does not
+    hold them.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return data
+    catalog = Catalog(data.train)
+    path = data.train[0].view / f"{order_key(config, catalog)}-{epochs}.npy"
+    if path.exists():
+        return data._replace(packs=np.load(path))
+    order = pack_order(config, catalog)
+    tasks = []
+    samples = 0
+    for epoch in range(epochs):
+        made = order.epoch(epoch)
+        samples += made.planned
+        for begin in range(0, made.groups, _GROUPS_A_TASK):
+            tasks.append((epoch, begin, min(begin + _GROUPS_A_TASK, made.groups)))
+    with (
+        worker_pool(functools.partial(_count, order), min(workers, len(tasks))) as run,
+        ProgressBar("samples packed", samples, stream, is_brief=True) as progress,
+    ):
+        found = run(tasks, lambda through: progress.show(through, through))
+        packs = np.array(list(itertools.chain.from_iterable(one for _, one in found)), np.int32)
+    with whole_file(path) as unfinished, unfinished.open("wb") as file:
+        np.save(file, packs)
+    return data._replace(packs=packs)
+
+
+def _count(order: PackOrder, task: tuple[int, int, int], advance: Advance) -> list[int]:
+    epoch, begin, end = task
+    packs = []
+    for number in range(begin, end):
+        group = order.group(epoch, number)
+        packs.append(len(group))
+        advance(len(group.samples))
+    return packs

@@ -1,0 +1,60 @@
+"""Indexes taken apart, changed and written again with the checksum that they then need."""
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# The format, as index.py's docstring says it.
+TABLES = {
+    "samples": [
+        ("key_hash", "<u8"),
+        ("key_end", "<u4"),
+        ("member_end", "<u4"),
+        ("image_end", "<u4"),
+    ],
+    "members": [("suffix", "<u4"), ("offset", "<i8"), ("size", "<i8"), ("crc32", "<u4")],
+    "images": [("width", "<i4"), ("height", "<i4")],
+    "keys": "u1",
+    "suffixes": "u1",
+    "faults": "u1",
+}
+
+
+@dataclass
+class Parts:
+    header: dict[str, Any]
+    tables: dict[str, np.ndarray]  # those of TABLES, then tokens by fingerprint
+    faults: Any  # the JSON in the table of faults
+
+
+def take_apart(content: bytes) -> Parts:
+    line, _, body = content.partition(b"\n")
+    header = json.loads(line)
+    rows = header["tables"] | dict.fromkeys(header["texts"], header["tables"]["samples"])
+    tables = {}
+    begin = 0
+    for name, count in rows.items():
+        table = np.frombuffer(body, np.dtype(TABLES.get(name, "<i4")), count, begin).copy()
+        tables[name] = table
+        begin += table.nbytes
+    assert begin == len(body)
+    return Parts(header, tables, json.loads(tables["faults"].tobytes()))
+
+
+def put_together(parts: Parts, **header: Any) -> bytes:
+    """The file of these parts; `header` are values that its first line has all the same."""
+    tables = dict(parts.tables)
+    tables["faults"] = np.frombuffer(compact(parts.faults), np.uint8)
+    counts = {name: len(tables[name]) for name in TABLES}
+    fields = {**parts.header, "tables": counts, **header}
+    fields.pop("crc32", None)
+    body = b"".join(table.tobytes() for table in tables.values())
+    fields["crc32"] = zlib.crc32(body, zlib.crc32(compact(fields)))
+    return compact(fields) + b"\n" + body
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
