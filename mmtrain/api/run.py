@@ -170,7 +170,7 @@ class Run:
         return json.loads((self.folder / "plan.json").read_text())
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
-        """Return records of metrics.jsonl of these kinds (train, eval, end, ...), in order."""
+        """Return records of metrics.jsonl of these kinds (train, ranks, eval, ...), in order."""
         return list(recorded(self.folder / "metrics.jsonl", *kinds))
 
     def report(self, out: str | Path | None = None) -> Path:

@@ -101,11 +101,11 @@ def _took(run: RunRecord) -> Finding:
     speed = run.curves["tokens_per_second"].means(1)
     if not speed or run.begun is None:
         return Finding("unknown", NOT_YET)
-    ranks = counted(len(run.peaks), "rank")
+    ranks = ""
     if run.begin is not None:
-        ranks += f" on {run.begin.device}"
+        ranks = f"{counted(run.begin.ranks, 'rank')} on {run.begin.device}; "
     text = (
-        f"{clock(run.seconds)} for steps and evaluations. {ranks}; "
+        f"{clock(run.seconds)} for steps and evaluations. {ranks}"
         f"{number(speed[0].y)} tokens a second in training. Started {_moment(run.begun)}."
     )
     return Finding(f"{clock(run.elapsed)} from start to end", text)

@@ -36,7 +36,7 @@ MAX_POINTS = 2000  # of a curve in a chart
 CURVES = ["loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"]
 TOTALS = ["samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"]
 EVENTS = ["resume", "end", "checkpoint_failed"]  # kinds of records that are events
-BUSY = ["compute", "communication", "data", "fetching"]  # kinds of a rank's time
+TIMES = ["compute", "communication", "data", "fetching", "idle"]  # kinds of a rank's time
 MAX_RANKS = 4096
 LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 T = TypeVar("T")
@@ -82,13 +82,20 @@ class Train(_Metric):
     no_update: Text | None
     seconds: Measure
     tokens_per_second: Number
-    idle_fraction: PerRank
+    model_flops_utilization: Number | None
+
+
+class Ranks(_Metric):
+    """Sums over `steps` steps, and peaks of memory, by global rank."""
+
+    kind: Literal["ranks"]
+    steps: Count
     compute_seconds: PerRank
     communication_seconds: PerRank
     data_seconds: PerRank
     fetching_seconds: PerRank
+    idle_seconds: PerRank
     peak_memory_bytes: PerRank
-    model_flops_utilization: Number | None
 
 
 class Evaluation(_Metric):
@@ -107,6 +114,7 @@ class Evaluation(_Metric):
 class Begin(_Metric):
     kind: Literal["begin"]
     device: Text
+    ranks: Count
     versions: dict[Text, Text]
 
 
@@ -129,7 +137,7 @@ class Other(_Metric):
     error: Text = ""  # only of a failed checkpoint
 
 
-Metric = Annotated[Train | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
+Metric = Annotated[Train | Ranks | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
 
 
 class Quarantined(BaseModel):
@@ -438,7 +446,6 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _read_metrics(run: RunRecord) -> None:
-    is_first_step = True
     for record in _read_lines(run, files.METRICS, Metric):
         kind = record.kind
         if run.begun is None:
@@ -447,11 +454,9 @@ def _read_metrics(run: RunRecord) -> None:
         run.elapsed = max(run.elapsed, now)
         if kind == "train":
             _add_step(run, record, now)
-            if not is_first_step:
-                _add_times(run, record)
-            is_first_step = False
+        elif kind == "ranks":
+            _add_ranks(run, record)
         elif kind == "begin":
-            is_first_step = True
             run.begin = record
             if not record.step:
                 _add_event(run, Event(kind, 0, now))
@@ -479,18 +484,15 @@ def _add_step(run: RunRecord, record: Train, now: float) -> None:
         _add_event(run, Event("no update", done, now, record.no_update))
     if record.quarantined:
         _add_event(run, Event("quarantine", done, now, f"samples: {record.quarantined:,}"))
+
+
+def _add_ranks(run: RunRecord, record: Ranks) -> None:
+    run.timed_steps += record.steps
+    for kind in TIMES:
+        for rank, seconds in enumerate(getattr(record, f"{kind}_seconds")):
+            run.times[kind][rank] += seconds
     for rank, peak in enumerate(record.peak_memory_bytes):
         run.peaks[rank] = max(peak, run.peaks.get(rank, 0.0))
-
-
-def _add_times(run: RunRecord, record: Train) -> None:
-    run.timed_steps += 1
-    seconds = [getattr(record, f"{kind}_seconds") for kind in BUSY]
-    for rank, (idle, *busy) in enumerate(zip(record.idle_fraction, *seconds, strict=False)):
-        for kind, spent in zip(BUSY, busy, strict=True):
-            run.times[kind][rank] += spent
-        if idle < 1:
-            run.times["idle"][rank] += sum(busy) * idle / (1 - idle)
 
 
 def _add_evaluation(run: RunRecord, record: Evaluation) -> None:

@@ -38,6 +38,10 @@ from mmtrain.report.records import LISTED, Benchmark, Evaluation, RankPlan, RunR
 PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
 MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
+NO_TIMES = (
+    "Nothing is recorded yet: times come every 100 steps, at saves and at the end, without the "
+    "first step of each process."
+)
 # kinds of a rank's time, and their colours
 TIMES = {
     "compute": 0,
@@ -244,10 +248,8 @@ def rank_times(run: RunRecord) -> Section:
     for rank in sorted(times["idle"])[:SHOWN_RANKS]:
         if total := sum(times[kind][rank] for kind in TIMES):
             totals[rank] = total
-    if not totals:
-        # without the first step of each process nothing may be left
-        why = "Only first steps of processes are recorded." if run.steps else NOT_YET
-        return Section("ranks", title, (why,))
+    if not totals or not run.timed_steps:
+        return Section("ranks", title, (NO_TIMES if run.steps else NOT_YET,))
 
     idle = percent(sum(times["idle"][rank] for rank in totals) / sum(totals.values()))
     planned = ""

@@ -355,6 +355,8 @@ class _Run:
         if step == self.saver.saved:
             return
         self.rank.progress.at(step, "saving")
+        # before the save notes the records' lengths: a run that resumes cuts off what comes later
+        self.recorder.ranks(step)
         engine = self.engine
         account = self.recorder.account
         counts = account and account.state_dict()

@@ -42,6 +42,7 @@ PICTURES = "answers"  # a folder of the run
 PICTURED_QUESTIONS = 24
 PICTURES_OF_A_QUESTION = 8
 PICTURE_SIDE = 384  # pixels, at most
+RANKS_EVERY = 100  # steps; lists over 512 ranks take about 60 kB
 
 
 class Records:
@@ -220,6 +221,8 @@ class Recorder:
                 **self._utilization.add(result),
             )
             self._console.step(step, result.loss, rate, note=result.no_update or "")
+            if (step + 1) % RANKS_EVERY == 0:
+                self.ranks(step + 1)
         if self.account is not None:
             for record in self.account.end_step(step, result.samples, result.quarantined):
                 self.records.write(step=step, **record)
@@ -228,6 +231,11 @@ class Recorder:
             self._traced.append(TracedStep(step, clock.seconds, clock.intervals()))
             if len(self._traced) == self._trace_steps:
                 self._write_trace()
+
+    def ranks(self, steps: int) -> None:
+        """Record where each rank's time went since the last such record, if a step was made."""
+        if self._utilization is not None and (sums := self._utilization.take_sums()) is not None:
+            self.records.write("ranks", step=steps, **sums)
 
     def close_account(self, steps: int) -> None:
         if self.account is not None:

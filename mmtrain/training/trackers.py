@@ -33,7 +33,6 @@ OF_A_STEP = (
     "samples",
     "quarantined",
 )
-PEAK_MEMORY = "peak_memory_bytes"  # of the rank that has the highest
 SCORED = ("eval", "eval_permuted")
 OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
 ANSWERED = ("key", "question", "given", "truth", "right")
@@ -49,7 +48,7 @@ def numbers(record: Record) -> dict[str, float | None]:
     if kind != "train":
         return {}
     values = {f"train/{name}": record.get(name) for name in OF_A_STEP}
-    values[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
+    values["train/peak_memory_bytes"] = record["peak_memory_bytes"]["max"]
     values |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
     # JSON's "nan", "inf"
     for name, value in values.items():

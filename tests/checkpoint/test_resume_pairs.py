@@ -253,7 +253,7 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     records = [
         record
         for record in once.lines("metrics.jsonl")
-        if record["kind"] not in ("attention", "checkpoint")
+        if record["kind"] not in ("attention", "checkpoint", "ranks")
     ]
     at = [record["kind"] for record in records].index("resume")
     before, begun = records[at - 2 : at]
@@ -267,6 +267,8 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     assert records[at] == {"kind": "resume", "step": CUT, "checkpoint": path, "changed": changed}
     assert records[at + 1]["kind"] == "train" and records[at + 1]["step"] == CUT
     assert records[-1] == end and records.count(end) == 1
+    timed = sum(sums["steps"] for sums in once.lines("metrics.jsonl", "ranks"))
+    assert timed == STEPS - 2, "all but the first of each process, whatever the resume cuts off"
 
 
 def poison(tiny, folder, make_tiny):

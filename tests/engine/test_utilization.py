@@ -46,18 +46,43 @@ def test_idle_is_what_computing_communication_data_and_fetching_leave_of_the_win
     assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
 
 
-def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_out(config):
-    record = Utilization(config, DEVICE).add(step(BUSY, IDLE))
+def over_ranks(mean: float, highest: float, rank: int) -> dict[str, object]:
+    return {"mean": pytest.approx(mean), "max": pytest.approx(highest), "max_rank": rank}
+
+
+def test_a_steps_record_has_mean_and_maximum_and_is_what_comparisons_of_runs_leave_out(config):
+    record = Utilization(config, DEVICE).add(step(BUSY, IDLE, IDLE))
     assert record == {
-        "idle_fraction": [0.25, pytest.approx(0.875)],
-        "compute_seconds": [1.0, 0.15],
-        "communication_seconds": [0.25, 0.05],
-        "data_seconds": [0.2, 0.0],
-        "fetching_seconds": [0.05, 0.0],
-        "peak_memory_bytes": [1000, 500],
+        "idle_fraction": over_ranks(2 / 3, 0.875, 1),
+        "compute_seconds": over_ranks(1.3 / 3, 1.0, 0),
+        "communication_seconds": over_ranks(0.35 / 3, 0.25, 0),
+        "data_seconds": over_ranks(0.2 / 3, 0.2, 0),
+        "fetching_seconds": over_ranks(0.05 / 3, 0.05, 0),
+        "peak_memory_bytes": over_ranks(2000 / 3, 1000, 0),
         "model_flops_utilization": None,
     }
     assert set(record) <= set(MEASURED)
+
+
+def test_sums_list_every_rank_since_the_last_and_leave_out_the_times_of_the_first_step(config):
+    use = Utilization(config, DEVICE)
+    assert use.take_sums() is None
+    use.add(step(BUSY, BUSY))
+    use.add(step(IDLE, BUSY))
+    use.add(step(IDLE, BUSY._replace(window=1.4, peak_memory_bytes=2000)))
+    assert use.take_sums() == {
+        "steps": 2,
+        "idle_seconds": [pytest.approx(2.8), 0.5],
+        "compute_seconds": [0.3, 2.0],
+        "communication_seconds": [0.1, 0.5],
+        "data_seconds": [0.0, 0.4],
+        "fetching_seconds": [0.0, 0.1],
+        "peak_memory_bytes": [1000, 2000],
+    }
+    assert use.take_sums() is None
+    use.add(step(IDLE, BUSY))
+    sums = use.take_sums()
+    assert sums["steps"] == 1 and sums["peak_memory_bytes"] == [500, 1000]
 
 
 def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out(config):

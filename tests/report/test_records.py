@@ -27,7 +27,7 @@ TIMES = (
     "communication_seconds",
     "data_seconds",
     "fetching_seconds",
-    "idle_fraction",
+    "idle_seconds",
 )
 FAULT = {
     "step": 1,
@@ -60,13 +60,14 @@ def made(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture
 def run(made, tmp_path) -> Path:
-    """A run that begins and makes four steps, a second each."""
+    """A run on four ranks that begins and makes four steps, a second each."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name, text in zip(("config.yaml", "plan.json"), made, strict=True):
         (folder / name).write_text(text)
-    begin = {"kind": "begin", "step": 0, "time": 1e9, "device": "CPU", "versions": {"torch": "2"}}
-    append(folder / "metrics.jsonl", begin, *map(step, range(4)))
+    begin = {"kind": "begin", "step": 0, "time": 1e9, "device": "CPU"}
+    begin |= {"ranks": 4, "versions": {"torch": "2"}}
+    append(folder / "metrics.jsonl", begin, *map(step, range(4)), ranks(4))
     return folder
 
 
@@ -81,7 +82,6 @@ def step(number: int, **more: Any) -> dict[str, Any]:
         "tokens_per_second": 9.0,
         "model_flops_utilization": None,
     }
-    ranks = {name: [0.25] * 4 for name in (*TIMES, "peak_memory_bytes")}
     about = {
         "kind": "train",
         "step": number,
@@ -89,7 +89,12 @@ def step(number: int, **more: Any) -> dict[str, Any]:
         "seconds": 1.0,
         "no_update": None,
     }
-    return about | counts | rates | ranks | more
+    return about | counts | rates | more
+
+
+def ranks(number: int, **more: Any) -> dict[str, Any]:
+    times = {name: [0.25] * 4 for name in (*TIMES, "peak_memory_bytes")}
+    return {"kind": "ranks", "step": number, "time": 1e9 + 9, "steps": 3, **times, **more}
 
 
 def evaluation(kind: str, number: int, **more: Any) -> dict[str, Any]:
@@ -140,7 +145,9 @@ def test_a_chart_of_a_curve_is_bounded_and_keeps_every_extreme(count):
         "",
         "[" * 100_000,
         step(-1),
-        step(3, compute_seconds=[1.0] * 60_000),
+        ranks(4, compute_seconds=[1.0] * 60_000),
+        ranks(4, idle_seconds=[-1.0] * 4),
+        ranks(4, peak_memory_bytes=["nan"] * 4),
         step(3, loss={"of": 3}),
         {key: value for key, value in step(3).items() if key != "tokens"},
         evaluation("eval", 3, exact_match=17),
@@ -155,6 +162,7 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(run, line):
     append(run / "metrics.jsonl", line)
     read = read_run(run)
     assert read.steps == sound.steps and len(read.problems) == 1
+    assert read.times == sound.times and read.peaks == sound.peaks
     assert "metrics.jsonl: 1 line(s) left out" in make_page([run])
 
 
@@ -175,21 +183,19 @@ def test_numbers_that_are_none_leave_gaps(run):
 
 
 def test_waiting_for_weights_is_a_part_of_the_time_where_there_was_any(run):
-    times = {
-        "compute_seconds": [6.0, 2.0],
-        "communication_seconds": [1.0, 1.0],
-        "data_seconds": [0.0, 0.0],
-    }
-    times |= {"idle_fraction": [0.0, 0.5], "peak_memory_bytes": [1, 1]}
-    for fetching, waited in ([0.0, 0.0], 0.0), ([3.0, 0.5], 3.0):
-        only(run, *(step(number, **times, fetching_seconds=fetching) for number in range(2)))
-        read = read_run(run).times
-        assert read["compute"] == {0: 6.0, 1: 2.0}, "of the second step: the first pays for warm-up"
-        assert read["fetching"][0] == waited and read["idle"][1] == pytest.approx(
-            3.0 + bool(waited) * 0.5
-        )
+    for fetching, waited in ([0.0, 0.0], 0.0), ([1.5, 0.5], 3.0):
+        sums = [ranks(number, steps=1, fetching_seconds=fetching) for number in (2, 3)]
+        only(run, step(0), step(1), sums[0], step(2), sums[1])
+        read = read_run(run)
+        assert read.timed_steps == 2 and read.times["fetching"][0] == waited
         page = make_page([run])
         assert ("Fetching: waiting for the weights" in page) == bool(waited)
+
+
+def test_a_run_without_times_of_ranks_yet_says_when_they_come(run):
+    for lines in ([step(0)], [step(0), ranks(1, steps=0)]):
+        only(run, *lines)
+        assert "times come every 100 steps, at saves and at the end" in make_page([run])
 
 
 def test_numbers_that_no_run_has_break_no_page(run):
@@ -200,17 +206,16 @@ def test_numbers_that_no_run_has_break_no_page(run):
         "tokens_per_second": 1e30,
         "seconds": 1e30,
     }
-    huge |= dict.fromkeys((*TIMES, "peak_memory_bytes"), [1e30] * 3) | {
-        "idle_fraction": [1 - 2**-53] * 3,
-        "time": 1e11,
-    }
+    huge |= {"time": 1e11}
+    sums = dict.fromkeys((*TIMES, "peak_memory_bytes"), [1e30] * 3)
     kinds = (("eval", 0), ("eval", 2**53), ("eval_permuted", 2**53))
     evaluations = (
         evaluation(kind, number, loss=1.7e308, exact_match=0.0, seconds=1e30)
         for kind, number in kinds
     )
     steps = (step(2**53 - i, lr_groups={"a": 1.7e308}, **huge) for i in range(99))
-    only(run, *steps, *evaluations, evaluation("eval", 2**53, loss="inf"))
+    most = ranks(2**53, steps=2**53, **sums)
+    only(run, *steps, most, most, *evaluations, evaluation("eval", 2**53, loss="inf"))
     lost = {"file": "metrics.jsonl", "back_to_step": 0}
     append(
         run / "discarded.jsonl",

@@ -1,21 +1,39 @@
-"""What a run keeps of answers: their texts, and small upright pictures that are never taken for
-each other.
+"""What a run keeps of its steps, within a size, and of answers: their texts, and small upright
+pictures that are never taken for each other.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import random
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
+import torch.distributed as dist
 from PIL import Image
+from ranks import run_ranks
 
 from mmtrain.base.json_lines import recorded
+from mmtrain.config.load import dump_config, load_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.engine.statistics import StepResult
+from mmtrain.engine.step_clock import RankSeconds
+from mmtrain.report.records import read_run
+from mmtrain.runtime.failures import RankProgress
+from mmtrain.runtime.rank import Rank
+from mmtrain.runtime.stop import StopRequest
 from mmtrain.training.answers import Answer
+from mmtrain.training.console import Console
 from mmtrain.training.records import (
     PICTURE_SIDE,
     PICTURED_QUESTIONS,
     PICTURES_OF_A_QUESTION,
+    Recorder,
     Records,
 )
 
@@ -98,3 +116,67 @@ def test_other_ranks_and_runs_that_ask_nothing_write_no_answers(tmp_path):
         records.close()
     assert [record["kind"] for record in told] == ["end", "end"]
     assert [file.name for file in (tmp_path / "none").iterdir()] == ["metrics.jsonl"]
+
+
+# ---- steps, and where the time of each rank went
+
+BUSY = ("compute", "communication", "data", "fetching")
+
+
+def spent(step: int, ranks: int) -> list[RankSeconds]:
+    """Made-up times of a step, with all digits that a clock has."""
+    draw = random.Random(step)
+    found = []
+    for _ in range(ranks):
+        busy = [draw.random() for _ in BUSY]
+        found.append(RankSeconds(4.5, *busy, draw.randrange(10**11)))
+    return found
+
+
+def record_steps(
+    config: RunConfig, folder: Path, ranks: int, steps: range, saves: Sequence[int]
+) -> None:
+    """Record these steps as rank 0 of a job of `ranks` would."""
+    dist.init_process_group("gloo")
+    rank = Rank(0, ranks, "cpu", folder, None, RankProgress(), StopRequest())
+    engine = SimpleNamespace(device=torch.device("cpu"), stages={})
+    recorder = Recorder(config, rank, engine, Console(None, 1000), steps.start, {}, 0)
+    for step in steps:
+        counts = (96, 150, 150, 123_456, 45_678, 0)  # samples ... quarantined
+        rates = (1 / 3, 2 / 3, 1e-3 / 3)  # loss, norm, rate
+        result = StepResult(step, 0, *rates, {}, *counts, None, tuple(spent(step, ranks)))
+        recorder.step(result, 4.5 + 1 / 3)
+        if step + 1 in saves:
+            recorder.ranks(step + 1)
+    recorder.close()
+
+
+def test_a_step_takes_2_kilobytes_at_512_ranks_in_the_mean_of_100(tiny, tmp_path):
+    config = load_config(tiny / "config.yaml")
+    run_ranks(1, record_steps, config, tmp_path, 512, range(100), [100])
+    file = tmp_path / "metrics.jsonl"
+    (sums,) = recorded(file, "ranks")
+    assert (sums["step"], sums["steps"], len(sums["idle_seconds"])) == (100, 99, 512)
+    assert file.stat().st_size <= 100 * 2000
+
+
+def test_the_report_adds_up_the_times_of_each_rank_over_saves_and_resumes(tiny, tmp_path):
+    config = load_config(tiny / "config.yaml")
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    run_ranks(1, record_steps, config, tmp_path, 3, range(130), [1, 30, 130])
+    run_ranks(1, record_steps, config, tmp_path, 3, range(130, 140), [140])
+    found = [
+        (line["step"], line["steps"]) for line in recorded(tmp_path / "metrics.jsonl", "ranks")
+    ]
+    assert found == [(1, 0), (30, 29), (100, 70), (130, 30), (140, 9)]
+
+    run = read_run(tmp_path)
+    assert (run.steps, run.timed_steps, run.begin.ranks) == (140, 138, 3) and not run.problems
+    warm = [spent(step, 3) for step in range(140) if step not in (0, 130)]
+    for kind in (*BUSY, "idle"):
+        for rank in range(3):
+            total = sum(getattr(step[rank], kind) for step in warm)
+            assert run.times[kind][rank] == pytest.approx(total, rel=1e-12)
+    of_steps = [spent(step, 3) for step in range(140)]
+    highest = [max(step[rank].peak_memory_bytes for step in of_steps) for rank in range(3)]
+    assert run.peaks == dict(enumerate(highest))

@@ -81,7 +81,7 @@ def expected(run: Run) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for line in run.lines("metrics.jsonl", "train"):
         told = {name: line[name] for name in STEPWISE} | {
-            "peak_memory_bytes": max(line["peak_memory_bytes"])
+            "peak_memory_bytes": line["peak_memory_bytes"]["max"]
         }
         told |= {f"lr/{group}": rate for group, rate in line["lr_groups"].items()}
         for name, value in told.items():
@@ -250,7 +250,7 @@ def train_record(step: int, loss: float | str) -> dict[str, Any]:
         "kind": "train",
         "step": step,
         "time": 1.8e9 + step,
-        "peak_memory_bytes": [5, 7],
+        "peak_memory_bytes": {"mean": 6, "max": 7, "max_rank": 1},
         "loss": loss,
     }
 
