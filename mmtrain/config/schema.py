@@ -110,6 +110,10 @@ class DataSection(Section):
     """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, padded with the mean
     colour; resize: whole, stretched; center_crop: its middle (CLIP); null: pad, or nothing where
     model.vision.layout cuts images into tiles by its own rule"""
+    resize: Fixed[Literal["pillow", "torchvision"]] = "pillow"
+    """library that resizes images; the levels of the two differ by up to 2 of 255. torchvision
+    takes a third of Pillow's time, has bilinear and bicubic filters alone, and is the default of
+    transformers' processors"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
     """quarantine a sample with a larger image, according to the image's header; WebP: half of
     this

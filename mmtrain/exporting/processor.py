@@ -43,7 +43,7 @@ from mmtrain.data.samples.templates import (
     load_tokenizer,
     with_marks,
 )
-from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.images import ImageTransform, transform_of
 from mmtrain.exporting.chat_template import (
     TEMPLATE_FILE,
     as_written,
@@ -148,15 +148,6 @@ def write_processor(
         template,
         transform,
         stock,
-    )
-
-
-def transform_of(models: Models) -> ImageTransform:
-    """Return the preprocessing of a run's images."""
-    return image_transform(
-        models.section.vision.name,
-        models.image_fit,
-        tile_size=models.layout.tile_size,
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmtrain.data.samples.templates import load_tokenizer
+from mmtrain.data.stream.images import transform_of
 from mmtrain.exporting.chat_template import load_template
 from mmtrain.exporting.language import ExportedLanguage, take_merged
-from mmtrain.exporting.processor import ExportedProcessor, check_processor, transform_of
+from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.encoders import FAMILIES
