@@ -31,6 +31,7 @@ from untrained_runs import drawn_adapters, export, load_stock, make_checkpoint, 
 from whole_models import MROPE, QWEN_MARKS, TURNS, save_whole, whole_config
 
 import mmtrain
+from mmtrain.api.generate import load
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
@@ -385,10 +386,10 @@ PAIRS = {  # a tower, an LLM of its own, and the connector drawn between them
 def trained(make, tiny, tmp_path) -> Callable[..., StepFolder]:
     """Makes a checkpoint whose projector, adapters and last norm are drawn anew."""
 
-    def made(**model: Any) -> StepFolder:
+    def made(resize: str = "pillow", **model: Any) -> StepFolder:
         content = yaml.safe_load((tiny / "config.yaml").read_text())
         content["model"] = model
-        content["data"]["template"] = "chat"
+        content["data"] |= {"template": "chat", "resize": resize}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
         config = mmtrain.load_config(tmp_path / "config.yaml")
         others = drawn_adapters(config) if config.model.lora is not None else {}
@@ -530,6 +531,20 @@ def test_bounds_of_image_tokens_that_trained_go_into_the_export(
     export(checkpoint, tmp_path / "out")
     images = AutoImageProcessor.from_pretrained(tmp_path / "out")
     assert [images.size[edge] for edge in edges] == [2 * count * 14**2 for count in cells]
+
+
+@pytest.mark.parametrize(
+    ("resize", "published", "backend"),
+    [("pillow", "Fast", "pil"), ("torchvision", "", "torchvision")],
+)
+def test_the_backend_that_trained_goes_into_the_export_and_chat_takes_it(
+    make, trained, tmp_path, resize, published, backend
+):
+    kind = f"Glm4vImageProcessor{published}"
+    folder = altered_images(make("glm4v")[0], tmp_path / "folder", image_processor_type=kind)
+    checkpoint = trained(resize, pretrained=str(folder), llm={"dtype": "float32"})
+    export(checkpoint, tmp_path / "out")
+    assert load(tmp_path / "out")[1].image_processor.backend == backend
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "paddleocr_vl"])

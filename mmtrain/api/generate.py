@@ -33,7 +33,7 @@ from mmtrain.facts.model_files import (
 )
 from mmtrain.facts.settings import check_sizes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
-from mmtrain.stock.stock_class import StockClass
+from mmtrain.stock.stock_class import StockClass, resize_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -380,7 +380,7 @@ class Conversation:
 
 
 def resized(image: Image, settings: Any) -> Image:
-    """Resize a picture as training does, where the class's processor has torchvision alone."""
+    """Resize a picture as training did with Pillow, where the class has torchvision alone."""
     if hasattr(settings, "min_image_tokens"):  # Lfm2Vl's
         factor, patch_size = settings.downsample_factor, settings.encoder_patch_size
         most = settings.max_image_tokens
@@ -392,10 +392,13 @@ def resized(image: Image, settings: Any) -> Image:
                 f"a picture of {image.width} x {image.height} pixels is too long and thin for this "
                 "model"
             )
-        return image.resize(size, settings.resample)
-    if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
+    elif getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
-    return image.resize((settings.tile_size, settings.tile_size), settings.resample)
+    else:
+        size = (settings.tile_size, settings.tile_size)
+    if resize_of(vars(settings)) == "torchvision":
+        return image
+    return image.resize(size, settings.resample)
 
 
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:

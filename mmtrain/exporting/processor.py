@@ -9,10 +9,10 @@ messages, images --AutoProcessor--> check_processor: the token ids and pixels of
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into
 processor_config.json).
 
-Pixels: transformers' Pillow backend gives the floats of `data.stream.images.ImageTransform`.
-torchvision, the default where it is installed, gives them to 3e-7 for pictures of the encoder's
-size; others differ by up to 2 levels of 255, or more where a strip is stretched. No file can choose
-the backend.
+Pixels: the backend of data.resize makes those of `data.stream.images.ImageTransform`, Pillow's to
+the bit, torchvision's to 3e-7, as it divides once where training divides twice. The two differ by
+up to 2 levels of 255 in pictures of another size than the encoder's, or more where a strip is
+stretched. No file can choose the backend of transformers 5: torchvision where that is installed.
 """
 
 import math
@@ -43,7 +43,7 @@ from mmtrain.data.samples.templates import (
     load_tokenizer,
     with_marks,
 )
-from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.images import ImageTransform, transform_of
 from mmtrain.exporting.chat_template import (
     TEMPLATE_FILE,
     as_written,
@@ -148,15 +148,6 @@ def write_processor(
         template,
         transform,
         stock,
-    )
-
-
-def transform_of(models: Models) -> ImageTransform:
-    """Return the preprocessing of a run's images."""
-    return image_transform(
-        models.section.vision.name,
-        models.image_fit,
-        tile_size=models.layout.tile_size,
     )
 
 
@@ -310,7 +301,7 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     """Compare the token ids and pixels of a folder's processor with those of training.
 
     The default backend gets squares of the encoder's size, which few grids enlarge. Where the class
-    can resize with Pillow, that gets pictures of several shapes, and two in one conversation. The
+    has the run's backend, that gets pictures of several shapes, and two in one conversation. The
     folder must hold its config.json. Raises UserError.
     """
     side = exported.transform.image_size
@@ -320,7 +311,7 @@ def check_processor(exported: ExportedProcessor, folder: Path) -> None:
     if min(square.rows, square.columns) > 1:  # enlarged by torchvision, which rounds otherwise
         tolerance = math.inf
     checks = [(stock, CONVERSATIONS, [(side, side)] * 2, tolerance)]
-    if exported.stock.has_pillow:
+    if exported.transform.resize in exported.stock.backends:
         exact = exported.stock.load_processor(folder)
         shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
         checks += [(exact, CONVERSATIONS[:1], [shape], TOLERANCE) for shape in shapes]

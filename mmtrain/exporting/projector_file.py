@@ -69,6 +69,7 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
         # (height, width) of grids in pixels; None: the layout's own
         "pinpoints": vision and vision.pinpoints,
         "image_fit": vision and config.data.image_fit,  # None too where images are cut into tiles
+        "resize": vision and config.data.resize,
         "steps": checkpoint.step,
         "max_steps": state["max_steps"],
         "data_fingerprint": state["data"]["fingerprint"],

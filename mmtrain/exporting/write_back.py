@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmtrain.data.samples.templates import load_tokenizer
+from mmtrain.data.stream.images import transform_of
 from mmtrain.exporting.chat_template import load_template
 from mmtrain.exporting.language import ExportedLanguage, take_merged
-from mmtrain.exporting.processor import ExportedProcessor, check_processor, transform_of
+from mmtrain.exporting.processor import ExportedProcessor, check_processor
 from mmtrain.exporting.published_files import copy_files, write_json
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.encoders import FAMILIES
@@ -28,7 +29,7 @@ from mmtrain.facts.vision_files import image_settings
 from mmtrain.model.trained.projector import PROJECTOR
 from mmtrain.model.weights.files import tensor_entries
 from mmtrain.model.weights.projector_files import local_names
-from mmtrain.stock.stock_class import Settings, StockClass
+from mmtrain.stock.stock_class import SUFFIXES, Settings, StockClass, resize_of
 
 _UNMARKED = (
     "Its own chat template does not mark answers, so trl's assistant_only_loss cannot "
@@ -102,7 +103,7 @@ def _processor(
     name: str,
     folder: Path,
 ) -> ExportedProcessor:
-    """Write the run's bounds of image tokens, where they are not the folder's.
+    """Write the run's bounds of image tokens and backend, where they are not the folder's.
 
     Returns what its processor must make.
     """
@@ -110,7 +111,8 @@ def _processor(
     transform = transform_of(models)
     file, settings = image_settings(folder)
     size = stock.own_image_settings(transform, layout)["size"]
-    if stock.pixel_bounds(settings) != [*size.values()]:
+    has_bounds = stock.pixel_bounds(settings) == [*size.values()]
+    if not has_bounds or resize_of(settings) != transform.resize:
         content = read_json(file)
         own = content
         if settings != content:
@@ -118,6 +120,7 @@ def _processor(
         for key in ("min_pixels", "max_pixels"):
             own.pop(key, None)
         own["size"] = size
+        own["image_processor_type"] = stock.image_processor + SUFFIXES[transform.resize]
         write_json(file, content)
     template = load_template(str(models.llm_folder), name, layout)
     image_token_id = template.tokenizer.convert_tokens_to_ids(layout.image_token)

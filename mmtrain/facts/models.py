@@ -47,6 +47,7 @@ class Models:
     section: ModelSection  # without `pretrained`: its keys are those of the parts
     images: str  # data.images
     image_fit: str | None = None  # data.image_fit
+    resize: str = "pillow"  # data.resize
 
     def read(self) -> Models:
         """Read every part, so that the caller meets its errors first, and return this object."""
@@ -165,7 +166,8 @@ def models_of(config: RunConfig) -> Models:
     assert config.model.pretrained is None, (
         "`expand_pretrained` comes before: models are read from explicit keys"
     )
-    return Models(config.model, config.data.images, config.data.image_fit)
+    data = config.data
+    return Models(config.model, data.images, data.image_fit, data.resize)
 
 
 def _layout(section: ModelSection, layout: type[ImageLayout], vision: VisionShape) -> ImageLayout:

@@ -245,6 +245,14 @@ def image_settings(folder: Path) -> tuple[Path, Settings | None]:
     return file, read_json(file)
 
 
+def unfit_filter(name: str) -> str:
+    """Return why torchvision cannot resize an encoder's images; "": it can, or is not known."""
+    images = published_images(name)
+    if images is None or images.interpolation in ("bilinear", "bicubic"):
+        return ""
+    return f"{name} resizes by {images.interpolation}, which torchvision does not have"
+
+
 def patches_per_image(image_size: int, patch_size: int) -> int:
     """Return the number of patches that an encoder makes of one image.
 

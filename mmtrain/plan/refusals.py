@@ -15,7 +15,7 @@ from mmtrain.facts.models import Models
 from mmtrain.facts.quantised import BITS, Quantisation
 from mmtrain.facts.shapes import VisionShape, matches_any
 from mmtrain.facts.tokenizer_files import refuse_missing_marks
-from mmtrain.facts.vision_files import check_preprocessing
+from mmtrain.facts.vision_files import check_preprocessing, unfit_filter
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.plan.costs import expected_image, typical_tiling
 from mmtrain.plan.cuts import Cut, given_cut
@@ -41,7 +41,10 @@ _HANGS = {
 def check_run(config: RunConfig, models: Models) -> None:
     """Raises UserError for a config that no plan can satisfy, whatever memory there is."""
     if config.model.vision is not None:
-        check_preprocessing(config.model.vision.name)
+        name = config.model.vision.name
+        check_preprocessing(name)
+        if config.data.resize == "torchvision" and (unfit := unfit_filter(name)):
+            raise UserError(f"data.resize: torchvision, but {unfit}. Set data.resize=pillow")
     trainable = config.model.trainable
     names = [p.name for p in models.parameters]
     trained = [name for name in names if matches_any(name, trainable)]

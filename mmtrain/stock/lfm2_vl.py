@@ -49,7 +49,7 @@ class Lfm2Vl(NestedClass):
         "vision_use_head": False,
     }
     image_processor = "Lfm2VlImageProcessor"
-    has_pillow = False
+    backends = ("torchvision",)
     adds_special_tokens = False
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
@@ -71,7 +71,8 @@ class Lfm2Vl(NestedClass):
             "downsample_factor": layout.factor,
         }
 
-    def exact_pixels(self, transform: ImageTransform, layout: Native) -> str:
+    def pillow_pixels(self, transform: ImageTransform, layout: Native) -> str:
+        """Return Python that resizes `picture` as Pillow did in training."""
         numbers = layout.factor, layout.min_positions, layout.max_positions, layout.patch_size
         size = (
             "processor.image_processor.smart_resize(picture.height, picture.width, "

@@ -8,7 +8,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.facts.encoders import TIMM
 from mmtrain.facts.models import Models
 from mmtrain.facts.shapes import VisionShape
-from mmtrain.facts.vision_files import published_images
+from mmtrain.facts.vision_files import unfit_filter
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.stock.stock_class import ON_WHITE, ExportedEncoder, Inputs, NestedClass, Settings
 from mmtrain.stock.stock_folder import CONFIG, Keys, StockFolder, unfit
@@ -35,18 +35,12 @@ class PerceptionLM(NestedClass):
         "model_args": {"img_size": 8, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1},
     }
     image_processor = "PerceptionLMImageProcessor"
-    has_pillow = False
+    backends = ("torchvision",)
     video_processor = "PerceptionLMVideoProcessor"
     video_token = "<|video|>"
 
     def unfit_encoder(self, name: str, vision: VisionShape) -> str:
-        images = published_images(name)
-        if images is not None and images.interpolation not in ("bilinear", "bicubic"):
-            return (
-                f"{name} resizes by {images.interpolation}, which torchvision, used by its "
-                "processor, does not have"
-            )
-        return super().unfit_encoder(name, vision)
+        return unfit_filter(name) or super().unfit_encoder(name, vision)
 
     def config(self, models: Models, encoder: ExportedEncoder) -> Settings:
         return {
@@ -64,7 +58,8 @@ class PerceptionLM(NestedClass):
             "max_num_tiles": 1,
         }
 
-    def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
+    def pillow_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
+        """Return Python that resizes `picture` as Pillow did in training."""
         size = (transform.image_size, transform.image_size)
         by = transform.interpolation.upper()
         return f"picture = {ON_WHITE}.resize({size}, Image.Resampling.{by})"

@@ -56,6 +56,10 @@ ON_WHITE = (
     'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), '
     'picture.convert("RGBA")).convert("RGB")'
 )
+# By data.resize: transformers' backend, and what files add to the name of an image processor.
+# transformers 4 loads the backend of that name; 5 takes either name for both.
+BACKENDS = {"pillow": "pil", "torchvision": "torchvision"}
+SUFFIXES = {"pillow": "", "torchvision": "Fast"}
 # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 OUTER = "vision_model."
 
@@ -87,6 +91,13 @@ class ExportedEncoder:
 
 def square_size(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
+
+
+def resize_of(settings: Mapping[str, Any]) -> str:
+    """Return the value of data.resize that an image processor's settings stand for."""
+    if str(settings.get("image_processor_type")).endswith(SUFFIXES["torchvision"]):
+        return "torchvision"
+    return "pillow"
 
 
 def of_images(tiles: torch.Tensor, tilings: Sequence[Tiling]) -> tuple[torch.Tensor, ...]:
@@ -176,8 +187,8 @@ class StockClass(ExportedClass):
     video_token_key = "video_token_id"
     mark_keys: ClassVar[Mapping[str, str]] = {}  # others in config.json, and their texts
     image_processor = "LlavaImageProcessor"
-    # whether its image processor can resize with Pillow, as training does
-    has_pillow = True
+    # values of data.resize that its image processor has a backend for
+    backends: ClassVar[tuple[str, ...]] = tuple(BACKENDS)
     # whether its processor lets the tokenizer begin a text
     adds_special_tokens = True
     video_processor: ClassVar[str | None] = None  # that its processor cannot do without
@@ -333,7 +344,7 @@ class StockClass(ExportedClass):
         from PIL import Image
 
         return {
-            "image_processor_type": self.image_processor,
+            "image_processor_type": self.image_processor + SUFFIXES[transform.resize],
             "processor_class": self.processor_name,
             "do_convert_rgb": True,
             "do_resize": True,
@@ -374,14 +385,6 @@ class StockClass(ExportedClass):
             "size": square_size(transform.image_size),
         }
 
-    def exact_pixels(self, transform: ImageTransform, layout: ImageLayout) -> str:
-        """Return Python that lets `processor` make training's pixels of `picture`, to the bit."""
-        # AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks
-        # of answers.
-        return (
-            'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
-        )
-
     def load_processor(self, folder: Path) -> ProcessorMixin:
         """Load a folder's processor, which resizes as training does if it can.
 
@@ -393,9 +396,10 @@ class StockClass(ExportedClass):
         processor = _stock(self.processor_name).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        if self.has_pillow:
+        resize = resize_of(vars(processor.image_processor))
+        if resize in self.backends:
             processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+                folder, local_files_only=True, trust_remote_code=False, backend=BACKENDS[resize]
             )
         return processor
 

@@ -32,6 +32,7 @@ class Extent:
     """Sizes and digest of the held-out samples, which every rank must know."""
 
     samples: int
+    beyond: int  # eval.max_samples: left out
     overlong: int  # left out
     damaged: int  # left out
     permuted: int  # of the samples: get other images in the control
@@ -42,6 +43,8 @@ class Extent:
     @property
     def summary(self) -> str:
         summary = f"evaluating on {self.samples} held-out samples in {self.packs} packs"
+        if self.beyond:
+            summary += f"; {self.beyond:,} beyond eval.max_samples left out"
         if self.overlong:
             summary += f"; {self.overlong} too long for a pack left out"
         if self.damaged:
@@ -53,9 +56,9 @@ class HeldOut:
     """The held-out samples, of `eval.shards` or `eval.fraction`, packed, with this replica's share
     as micro-batches.
 
-    Cost: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000
-    photographs of 100 kB are 500 MB (`eval.max_samples` limits them). Images are decoded again at
-    each evaluation, by the rank itself.
+    Cost: each rank that reads data keeps `eval.max_samples` of them in memory, images as encoded
+    bytes: 5,000 photographs of 100 kB are 500 MB. Images are decoded again at each evaluation, by
+    the rank itself.
     """
 
     def __init__(self, packed: PackedBatches) -> None:
@@ -71,7 +74,7 @@ class HeldOut:
         self.faults: list[QuarantinedSample] = []
         with _naming_the_source(config.eval):
             catalog, numbers = evaluated_samples(config, packed)
-            numbers = numbers[: config.eval.max_samples]
+            chosen = numbers[: config.eval.max_samples]
             if not len(numbers):
                 usable = len(catalog) - catalog.reasons.total()
                 share = min(0.5, 10 / max(usable, 1))
@@ -81,7 +84,7 @@ class HeldOut:
                 )
 
             reader = Reader(catalog, config.data.io_retry_seconds)
-            found = [self._read(catalog, reader, int(number)) for number in numbers]
+            found = [self._read(catalog, reader, int(number)) for number in chosen]
             read = [document for document in found if document is not None]
             reader.close()
 
@@ -90,7 +93,7 @@ class HeldOut:
             self.documents = [document for document in read if self._fits(document)]
             if not self.documents:
                 raise UserError(
-                    f"none of {len(numbers):,} held-out samples can be used: "
+                    f"none of {len(chosen):,} held-out samples can be used: "
                     f"{len(self.faults):,} are damaged, and the "
                     f"others do not fit into a pack of data.pack_length={config.data.pack_length}"
                 )
@@ -106,6 +109,7 @@ class HeldOut:
                 digest.update(hashlib.sha256(image).digest())
         self.extent = Extent(
             samples=len(self.documents),
+            beyond=len(numbers) - len(chosen),
             overlong=len(read) - len(self.documents),
             damaged=len(self.faults),
             permuted=permuted,

@@ -235,6 +235,7 @@ def config_of(tiny: Path, folder: Path, *more: str) -> tuple[Path, list[str]]:
         ("train.packs_per_step=4",),
         ("model.trainable=[projector,llm.layers.0]",),
         ("model.projector.type=linear",),
+        ("data.resize=torchvision",),
         ("model.vision.layout=anyres", "data.image_fit=null", "data.pack_length=512"),
         ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat"),
     ],

@@ -68,6 +68,20 @@ def test_a_folder_that_differs_from_training_fails_its_check(tiny, llm_with, tmp
     check_processor(exported, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("resize", "other"),
+    [("pillow", "LlavaImageProcessorFast"), ("torchvision", "LlavaImageProcessor")],
+)
+def test_a_folder_that_names_another_backend_than_the_runs_fails_its_check(
+    tiny, tmp_path, resize, other
+):
+    exported = export(run_config(tiny, tiny / "llm", f"data.resize={resize}"), tmp_path)
+    check_processor(exported, tmp_path)
+    changed(tmp_path / "preprocessor_config.json", image_processor_type=other)
+    with pytest.raises(UserError, match=r"pixel_values differ by 0\.0\d+\. Export with"):
+        check_processor(exported, tmp_path)
+
+
 def test_the_template_writes_the_date_that_training_wrote_and_not_todays(tiny, llm_with, tmp_path):
     template, marks, *_ = STYLES["llama3.1"]
     export(run_config(tiny, llm_with(template, marks), "data.template=chat"), tmp_path)

@@ -166,6 +166,15 @@ CASES = {
 }
 
 
+def test_a_filter_that_torchvision_lacks_is_refused_for_it_alone(tiny, tmp_path):
+    name = tower(SIGLIP, {}, interpolation="lanczos")(tiny, tmp_path / "vision")
+    config = config_of(tiny, name, "parallel.pipeline=1")
+    make_plan(config)
+    said = r"^data\.resize: torchvision, but .* by lanczos, .*\. Set data\.resize=pillow$"
+    with pytest.raises(UserError, match=said):
+        make_plan(config.changed({"data.resize": "torchvision"}))
+
+
 @pytest.mark.parametrize("case", sweep(CASES, ("half an MLP", "link", "generation")))
 def test_plan_and_export_refuse_alike(tiny, tmp_path, case):
     make, keys, said = CASES[case]

@@ -72,7 +72,7 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
-from mmtrain.data.stream.images import decode_image, image_transform
+from mmtrain.data.stream.images import decode_image, transform_of
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
 from mmtrain.facts.models import models_of
@@ -109,6 +109,16 @@ CLASSES = {  # encoder, keys, class
     "aya": (
         "siglip",
         ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"),
+        "AyaVision",
+    ),
+    "aya torchvision": (
+        "siglip",
+        (
+            "model.projector.type=shuffle_swiglu",
+            "model.vision.layout=tiles",
+            "data.resize=torchvision",
+            CUT,
+        ),
         "AyaVision",
     ),
     "aya wide": (
@@ -190,6 +200,11 @@ CLASSES = {  # encoder, keys, class
         ("model.projector.type=mlp2x_gelu_pool", "data.template=chat", *NORMED),
         "PerceptionLM",
     ),
+    "perception torchvision": (
+        "vit",
+        ("model.projector.type=mlp2x_gelu_pool", "data.resize=torchvision", *NORMED),
+        "PerceptionLM",
+    ),
     "perception eva": (
         "eva",
         ("model.projector.type=mlp2x_gelu_pool", *NORMED),
@@ -209,6 +224,17 @@ CLASSES = {  # encoder, keys, class
             *NATIVE,
             "model.vision.min_positions=2",
             "model.vision.max_positions=9",
+        ),
+        "Lfm2Vl",
+    ),
+    "lfm2 torchvision": (
+        "naflex",
+        (
+            "model.projector.type=shuffle_mlp2x_gelu",
+            "data.template=chat",
+            "data.resize=torchvision",
+            *NATIVE,
+            *BOUNDED,
         ),
         "Lfm2Vl",
     ),
@@ -260,6 +286,7 @@ DAILY = (
     "onevision",
     "idefics3 chat",
     "lfm2",
+    "lfm2 torchvision",
 )
 
 
@@ -479,9 +506,7 @@ def pictures() -> list[bytes]:
 def test_pictures_become_what_they_were_in_training(made):
     config = made.checkpoint.config
     layout = models_of(config).layout
-    transform = image_transform(
-        config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
-    )
+    transform = transform_of(models_of(config))
     _, processor = load(made.folder)
     for content in pictures():
         stock = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
@@ -496,13 +521,16 @@ def test_pictures_become_what_they_were_in_training(made):
             "pixel_values"
         ].reshape(wanted.shape)
         # torchvision resizes it: some levels of 255 apart
-        if made.name == "PerceptionLM" and stock.size != (28, 28):
+        resize = config.data.resize
+        if (made.name, resize) == ("PerceptionLM", "pillow") and stock.size != (28, 28):
             picture = decode_image(content).resize((28, 28), Image.Resampling.BICUBIC)
             found = processor.image_processor(picture, return_tensors="pt")["pixel_values"].reshape(
                 wanted.shape
             )
         # the latter one level of 255
         within = {"PerceptionLM": 1e-6, "Lfm2Vl": 1.01 * 2 / 255}.get(made.name, 0)
+        if resize == "torchvision":
+            within = 1e-6
         assert float((found - wanted).abs().max()) <= within
 
 
@@ -511,24 +539,23 @@ def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(
 ):
     monkeypatch.chdir(shutil.copytree(made.folder, tmp_path / "folder"))
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 4), dtype=np.uint8))
-    noise.convert("RGBA" if LAYS_ON_WHITE or made.name == "PerceptionLM" else "RGB").save(
-        "picture.png"
-    )
+    config = made.checkpoint.config
+    # the card's own code lays it on white before it resizes with Pillow
+    lays = (made.name, config.data.resize) == ("PerceptionLM", "pillow")
+    noise.convert("RGBA" if LAYS_ON_WHITE or lays else "RGB").save("picture.png")
     card, names = Path("README.md").read_text(), {}
     assert (
         f"transformers {transformers.__version__}: it loads this folder" in card
         and "transformers 4" not in card
     )
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
-    config, processor = made.checkpoint.config, names["processor"]
+    processor = names["processor"]
     layout = models_of(config).layout
-    transform = image_transform(
-        config.model.vision.name, config.data.image_fit, tile_size=layout.tile_size
-    )
+    transform = transform_of(models_of(config))
     tiling = layout.tiling(64, 48)
     tiles = transform.normalise(transform.decode(Path("picture.png").read_bytes(), tiling))
     wanted = made.exported.stock.inputs(tiles, (tiling,), layout)["pixel_values"]
-    if made.name in ("PerceptionLM", "Lfm2Vl"):
+    if made.name in ("PerceptionLM", "Lfm2Vl") or config.data.resize == "torchvision":
         torch.testing.assert_close(
             names["inputs"]["pixel_values"].reshape(wanted.shape), wanted, rtol=0, atol=1e-6
         )
@@ -595,8 +622,8 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, *words]}]
     processor, model = AutoProcessor.from_pretrained(made.folder), load_stock(made.folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    if made.exported.stock.has_pillow:  # chat resizes as training does, with Pillow
-        processor = made.exported.stock.load_processor(made.folder)
+    # chat resizes as training does
+    processor = made.exported.stock.load_processor(made.folder)
     inputs = processor(
         text=text, images=[[Image.open(file) for file in pictures]], return_tensors="pt"
     )

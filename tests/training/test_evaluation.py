@@ -485,6 +485,9 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
     assert sorted(document.sample.key for document in first.documents) == [
         f"{n:06d}" for n in range(7)
     ]
+    assert "; 21 beyond eval.max_samples left out" in first.extent.summary
+    whole = HeldOut(PackedBatches(config_of(scene, eval__max_samples=None), 0, 1)).extent
+    assert (whole.samples, whole.beyond) == (28, 0) and "beyond" not in whole.summary
     short = HeldOut(PackedBatches(config_of(scene, data__pack_length=13), 0, 1))
     longer = sum(len(sample.prompt) + len(sample.truth) > 13 for sample in scene.samples)
     assert (short.extent.overlong, short.extent.samples) == (longer, 28 - longer) and longer > 0

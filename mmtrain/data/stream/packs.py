@@ -23,7 +23,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Quaran
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import MEND
 from mmtrain.data.stream.catalog import Reader
-from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.images import ImageTransform, transform_of
 from mmtrain.data.stream.order import Capacity
 from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import Tiling
@@ -102,7 +102,6 @@ class Processor:
 
     def __init__(self, config: RunConfig) -> None:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
-        vision = config.model.vision
         models = models_of(config)
         self.layout = models.layout
         self.tokenizer = load_tokenizer(config.model.llm.path)
@@ -113,13 +112,8 @@ class Processor:
             models.published_llm.vocab_size,
         )
         self.transform: ImageTransform | None = None
-        if vision is not None:
-            self.transform = image_transform(
-                vision.name,
-                config.data.image_fit,
-                config.data.max_image_pixels,
-                self.layout.tile_size,
-            )
+        if config.model.vision is not None:
+            self.transform = transform_of(models, config.data.max_image_pixels)
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:

@@ -14,6 +14,8 @@ import torch
 from archives import png_chunk
 from PIL import ExifTags, Image, ImageOps
 from timm.data import create_transform
+from torchvision.transforms.v2 import InterpolationMode, functional
+from transformers import CLIPImageProcessor, LlavaImageProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
@@ -66,17 +68,21 @@ def clip_folder(tmp_path):
 
 SQUARE = {"height": 28, "width": 28}
 STOCK = {
-    "pad": lambda: LlavaImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size=SQUARE, do_pad=True
-    ),
-    "center_crop": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SQUARE),
-    "resize": lambda: CLIPImageProcessorPil(size=SQUARE, do_center_crop=False),
+    "pillow": (LlavaImageProcessorPil, CLIPImageProcessorPil),
+    "torchvision": (LlavaImageProcessor, CLIPImageProcessor),
+}
+FITS = {
+    "pad": lambda llava, _: llava(size={"shortest_edge": 28}, crop_size=SQUARE, do_pad=True),
+    "center_crop": lambda _, clip: clip(size={"shortest_edge": 28}, crop_size=SQUARE),
+    "resize": lambda _, clip: clip(size=SQUARE, do_center_crop=False),
 }
 
 
-@pytest.mark.parametrize("fit", STOCK)
-def test_pixels_are_those_of_the_stock_processor(clip_folder, fit):
-    stock, transform = STOCK[fit](), image_transform(str(clip_folder), fit)
+@pytest.mark.parametrize("resize", STOCK)
+@pytest.mark.parametrize("fit", FITS)
+def test_pixels_are_those_of_the_stock_processor(clip_folder, fit, resize):
+    stock = FITS[fit](*STOCK[resize])
+    transform = image_transform(str(clip_folder), fit, resize=resize)
     for size in SIZES:
         image = noise_image(*size)
         expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
@@ -92,9 +98,27 @@ def test_normalising_divides_subtracts_and_divides_in_float32(clip_folder):
     assert torch.equal(transform.normalise(images), torch.from_numpy(pixels)), "to the last bit"
 
 
-@pytest.mark.parametrize("interpolation", [member.name.lower() for member in Image.Resampling])
-def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch, interpolation):
-    transform = replace(TRANSFORM, interpolation=interpolation)
+def resized(image: Image.Image, side: int, transform: ImageTransform) -> np.ndarray:
+    """A square of the image, (side, side, 3), by one call of the transform's library."""
+    name = transform.interpolation.upper()
+    if transform.resize == "pillow":
+        return np.asarray(image.resize((side, side), Image.Resampling[name]))
+    pixels = functional.pil_to_tensor(image).contiguous()
+    whole = functional.resize(pixels, [side, side], InterpolationMode[name])
+    return whole.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("resize", "interpolation"),
+    [
+        *(("pillow", member.name.lower()) for member in Image.Resampling),
+        *(("torchvision", name) for name in ("bicubic", "bilinear")),
+    ],
+)
+def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(
+    monkeypatch, resize, interpolation
+):
+    transform = replace(TRANSFORM, interpolation=interpolation, resize=resize)
     for width, height in [*SIZES, (640, 480), (333, 471)]:
         image = noise_image(width, height)
         side = max(width, height)
@@ -102,7 +126,7 @@ def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch,
             "RGB", (side, side), tuple(int(channel * 255) for channel in transform.mean)
         )
         square.paste(image, ((side - width) // 2, (side - height) // 2))
-        whole = square.resize((28, 28), Image.Resampling[interpolation.upper()])
+        whole = resized(square, 28, transform)
         expected = (np.asarray(whole, np.float32) / 255 - np.float32(transform.mean)) / np.float32(
             transform.std
         )

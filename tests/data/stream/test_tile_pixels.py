@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import (
+    GotOcr2ImageProcessor,
+    LlavaNextImageProcessor,
+    LlavaOnevisionImageProcessor,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -33,6 +38,14 @@ SIZES = [
     *((1, 40), (40, 1), (1, 1), (300, 7), (13, 411)),
     *((57, 31), (56, 28), (28, 56), (84, 28), (57, 28), (28, 28), (169, 170)),
 ]
+STOCK = {  # by layout and data.resize
+    "tiles": {"pillow": GotOcr2ImageProcessorPil, "torchvision": GotOcr2ImageProcessor},
+    "anyres": {"pillow": LlavaNextImageProcessorPil, "torchvision": LlavaNextImageProcessor},
+    "anyres_max_9": {
+        "pillow": LlavaOnevisionImageProcessorPil,
+        "torchvision": LlavaOnevisionImageProcessor,
+    },
+}
 LAYOUTS = [
     Tiles(4, SIDE),
     Tiles(4, SIDE, max_tiles=4),
@@ -69,19 +82,18 @@ def stock_tiles(
         "resample": Image.Resampling[transform.interpolation.upper()],
     }
     settings |= {"do_rescale": False, "do_normalize": False, "image_mean": list(transform.mean)}
-    pixels = [np.asarray(image) for image in images]
+    pixels = [np.array(image) for image in images]
+    make = STOCK[layout.name][transform.resize]
     if layout.name == "tiles":
-        stock = GotOcr2ImageProcessorPil(**settings, **layout.image_settings)
+        stock = make(**settings, **layout.image_settings)
         return torch.from_numpy(
             np.stack(stock(pixels, input_data_format="channels_last")["pixel_values"])
         )
     if layout.name == "anyres":
-        stock = LlavaNextImageProcessorPil(
-            **settings, crop_size=size, **layout.image_settings, do_pad=False
-        )
+        stock = make(**settings, crop_size=size, **layout.image_settings, do_pad=False)
         given: list[Any] = pixels
     else:
-        stock = LlavaOnevisionImageProcessorPil(**settings, **layout.image_settings, do_pad=False)
+        stock = make(**settings, **layout.image_settings, do_pad=False)
         given = [pixels]
     found = stock(given, input_data_format="channels_last")["pixel_values"]
     return torch.from_numpy(np.concatenate([np.asarray(tiles) for tiles in found]))
@@ -99,18 +111,26 @@ def check(layout: ImageLayout, transform: ImageTransform, images: list[Image.Ima
     assert torch.equal(found, expected.to(torch.uint8)), (layout, images)
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "nearest", "lanczos"])
-def test_tiles_of_any_size_are_the_stock_processors_to_the_bit(interpolation):
-    transform = replace(TRANSFORM, interpolation=interpolation)
+@pytest.mark.parametrize(
+    ("resize", "interpolation"),
+    [
+        *(("pillow", name) for name in ("bicubic", "bilinear", "nearest", "lanczos")),
+        *(("torchvision", name) for name in ("bicubic", "bilinear")),
+    ],
+)
+def test_tiles_of_any_size_are_the_stock_processors_to_the_bit(resize, interpolation):
+    transform = replace(TRANSFORM, interpolation=interpolation, resize=resize)
     for layout in LAYOUTS:
         for size in SIZES:
             check(layout, transform, [noise(*size)])
 
 
-def test_tiles_of_several_images_of_a_sample_are_the_stock_processors_to_the_bit():
+@pytest.mark.parametrize("resize", ["pillow", "torchvision"])
+def test_tiles_of_several_images_of_a_sample_are_the_stock_processors_to_the_bit(resize):
+    transform = replace(TRANSFORM, resize=resize)
     for layout in LAYOUTS:
         for first in range(0, len(SIZES), 3):
-            check(layout, TRANSFORM, [noise(*size) for size in SIZES[first : first + 3]])
+            check(layout, transform, [noise(*size) for size in SIZES[first : first + 3]])
 
 
 def test_tiles_of_every_mode_are_those_of_its_colours():
