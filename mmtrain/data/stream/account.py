@@ -104,9 +104,8 @@ class SampleLog:
         if self.writes and (state is None or not self.quarantine_file.exists()):
             unusable = chain(packed.catalog.faults(), held_out)
             self._write_faults((None, self._epoch, fault) for fault in unusable)
-        reasons = packed.catalog.reasons
-        latest = islice(packed.catalog.faults(), LISTED)
-        self._refuse_many(self._plan.unusable, self._plan.drawn, reasons, latest)
+        latest = list(islice(packed.catalog.faults(), FEWEST_READ))
+        self._refuse_many(self._plan.unusable, self._plan.drawn, latest)
         has_ledger = self.writes and self.config.data.ledger
         self.ledger = JsonLines(folder / "samples.jsonl" if has_ledger else None)
 
@@ -153,8 +152,7 @@ class SampleLog:
             # What is unusable from the start is never read: it counts in proportion.
             read = round(self._read / (1 - self._plan.unusable / self._plan.drawn))
             latest = [fault for _, fault in taken.faults]
-            reasons = Counter(fault.reason for fault in latest)
-            self._refuse_many(self._lost + read - self._read, read, reasons, latest)
+            self._refuse_many(self._lost + read - self._read, read, latest)
 
         records = []
         while self._epoch < next_epoch:
@@ -272,24 +270,16 @@ class SampleLog:
             f"see {self.quarantine_file}"
         )
 
-    def _refuse_many(
-        self,
-        lost: int,
-        read: int,
-        reasons: Counter[str],
-        latest: Iterable[QuarantinedSample],
-    ) -> None:
-        """Raise UserError if more samples are quarantined than allowed, `latest` among them.
-
-        `reasons` are those of these latest ones, and of others like them.
-        """
+    def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
+        """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
         least = min(FEWEST_READ, self._plan.drawn)
         if not lost or lost <= rate * max(read, least):
             return
-        listed = "".join(f"\n  {fault.where}" for fault in islice(latest, LISTED))
+        listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])
         remedy = "repair or replace the shards"
-        if reasons["no_encoder"] * 2 > reasons.total():
+        reasons = Counter(fault.reason for fault in latest)
+        if reasons["no_encoder"] * 2 > len(latest):
             remedy = (
                 "model.vision is null, and most have images: "
                 "set data.images=strip to train on their text"

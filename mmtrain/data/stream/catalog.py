@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -92,7 +92,7 @@ class Catalog:
         self.capacity = sets[0].measure.capacity
         self.sample_sets: list[SampleSet] = []
         self._catalogues: list[Mapped] = []
-        self._views: list[dict[str, Any]] = []
+        self._shards: list[ndarray] = []  # rows of `counting.SHARDS`
         digest = hashlib.sha256()
         for one in sets:
             try:
@@ -104,14 +104,11 @@ class Catalog:
                     "Start again"
                 ) from error
             firsts, *_ = catalogue.tables["firsts"]
-            kept, fits, unusable = view.tables["shards"].T
-            lengths = view.tables["lengths"]
-            tiles = view.tables["tiles"]
-            self.sample_sets.append(
-                SampleSet(one.weight, lengths, tiles, firsts, kept, fits, unusable)
-            )
+            lengths, tiles, shards = (view.tables[name] for name in VIEW)
+            counts = (shards[name] for name in ("kept", "fits", "unusable"))
+            self.sample_sets.append(SampleSet(one.weight, lengths, tiles, firsts, *counts))
             self._catalogues.append(catalogue)
-            self._views.append(view.about)
+            self._shards.append(shards)
             digest.update(view.about["digest"].encode())
         self.fingerprint = digest.hexdigest()
         # number of each set's first sample, then of all
@@ -135,14 +132,15 @@ class Catalog:
     def reasons(self) -> Counter[str]:
         """Numbers of samples that can never be trained on, by reason."""
         reasons: Counter[str] = Counter()
-        for view in self._views:
-            reasons.update(view["reasons"])
+        for one, sample_set in enumerate(self.sample_sets):
+            for shard in np.flatnonzero(sample_set.unusable).tolist():
+                reasons.update(reason for reason, _ in self._faults(one, shard).values())
         return reasons
 
     @property
     def tiles_per_token(self) -> float:
         """The most tiles a token that a sample has, of those that fit a pack."""
-        return max(view["tiles_per_token"] for view in self._views)
+        return max(float(shards["tiles_per_token"].max()) for shards in self._shards)
 
     def _where(self, condition: Callable[[ndarray], ndarray]) -> ndarray:
         found = []
@@ -228,20 +226,24 @@ class Catalog:
 
     def refuse_overlong(self) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
-        for one, view in enumerate(self._views):
-            if not view["overlong"]:
+        for one, shards in enumerate(self._shards):
+            overlong = int(shards["overlong"].sum())
+            if not overlong:
                 continue
-            at = view["first_overlong"]
-            number = int(self.firsts[one]) + at
-            place = self.find(number)
+            sample_set = self.sample_sets[one]
+            begin = sample_set.firsts[(shards["overlong"] > 0).argmax()]
+            lengths = abs(sample_set.lengths[begin:])
+            fits = self.capacity.fit(lengths, sample_set.tiles[begin:])
+            at = int(begin + (~fits & (lengths != UNUSABLE)).argmax())
+            place = self.find(int(self.firsts[one]) + at)
             room = f"{self.capacity.tokens} tokens"
             if self.capacity.tiles is not None:
                 room += f" and {counted(self.capacity.tiles, 'tile')}"
-            tiles = counted(int(self.sample_sets[one].tiles[at]), "tile")
+            tiles = counted(int(sample_set.tiles[at]), "tile")
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{self.length(number)} tokens and {tiles} do not fit "
-                f"into a pack of {room} ({view['overlong']:,} samples in all do not). "
+                f"{abs(sample_set.lengths[at])} tokens and {tiles} do not fit "
+                f"into a pack of {room} ({overlong:,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
 

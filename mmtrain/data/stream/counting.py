@@ -6,9 +6,10 @@ tars and indexes --sizes, times--> CACHE/catalog/<data set>-<state>/, the catalo
 catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
     lengths   (samples,) i4 tokens, those of images included; UNUSABLE; negative: held out
     tiles     (samples,) i4 tiles of each sample
-    shards    (shards, 3) i8: samples that are not held out, that fit a pack, that are UNUSABLE
+    shards    (shards,) SHARDS
 
-A table is a file NAME.npy; about.json holds the shards' paths, and what concerns a view as a whole.
+A table is a file NAME.npy; about.json holds the paths of a catalogue's shards, and a view's digest:
+of all that decides which samples there are, and how they are planned.
 """
 
 import contextlib
@@ -19,7 +20,6 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,27 +39,34 @@ from mmtrain.data.shards.index import (
     MEND,
     TABLES,
     Faults,
-    Header,
-    MissingIndex,
     Tables,
     counts_of,
     faults_of,
     index_path,
-    read_header,
     read_tables,
     sums_of,
 )
 from mmtrain.data.shards.index import VERSION as INDEX_VERSION
-from mmtrain.data.shards.indexing import raise_all
+from mmtrain.data.shards.indexing import index_headers, raise_all
 from mmtrain.data.shards.pool import Advance, worker_pool
 from mmtrain.data.stream.order import UNUSABLE, Capacity
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
 CATALOGUE = (*TABLES, "firsts")
 VIEW = ("lengths", "tiles", "shards")
+# Samples that are not held out, fit a pack, are UNUSABLE, or fit none, held-out ones too; and the
+# most tiles a token of those that fit.
+SHARDS = np.dtype(
+    [
+        ("kept", "<i8"),
+        ("fits", "<i8"),
+        ("unusable", "<i8"),
+        ("overlong", "<i8"),
+        ("tiles_per_token", "<f8"),
+    ]
+)
 # Of a process at a time: large enough for processes to pay, and 100 MB of memory.
 _SAMPLES_A_TASK = 250_000
-_SHARDS_A_TASK = 1000
 _SHOWN_FROM = 1_000_000  # samples: they take a second
 _SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
 _LONGEST = np.iinfo(np.int32).max
@@ -197,11 +204,10 @@ def count_samples(
     key = hashlib.sha256(f"{VERSION} {measure}".encode()).hexdigest()[:24]
     if folder is not None and _is_whole(folder, CATALOGUE) and _is_whole(folder / key, VIEW):
         return folder / key
-    rows = _rows(tars, measure, workers)
-    missing = [tar for tar, of_shard in zip(tars, rows, strict=True) if of_shard is None]
-    if missing and make is not None:
-        make(missing)
-        rows = _rows(tars, measure, workers)
+    rows = _rows(tars, measure)
+    if None in rows and make is not None:
+        make([tar for tar, of_shard in zip(tars, rows, strict=True) if of_shard is None])
+        rows = _rows(tars, measure)
     if None in rows:
         tar = tars[rows.index(None)]
         raise UserError(
@@ -251,50 +257,24 @@ def _catalogue(tars: Sequence[Path]) -> Path | None:
     return cache_folder("catalog") / name
 
 
-_Rows = tuple[int, ...] | None  # of a shard's tables; None: it has no such index yet
-
-
-def _rows(tars: Sequence[Path], measure: Measure, workers: int) -> list[_Rows]:
-    """Return the rows of each shard's tables; raises UserError for stale or damaged indexes."""
-    tasks = [tars[at : at + _SHARDS_A_TASK] for at in range(0, len(tars), _SHARDS_A_TASK)]
-    rows = []
-    failures = []
-    with worker_pool(functools.partial(_read_rows, measure), min(workers, len(tasks))) as run:
-        for _, found in run(tasks, lambda _: None):
-            rows += found
-    failures = [one for one in rows if isinstance(one, UserError)]
-    raise_all(failures, len(tars))
+def _rows(tars: Sequence[Path], measure: Measure) -> list[tuple[int, ...] | None]:
+    """Return the rows of each shard's tables; None without an index that can be measured."""
+    rows: list[tuple[int, ...] | None] = []
+    for header in index_headers(tars):
+        of_shard = None
+        if header and measure.text in header.texts and measure.reading in header.readings:
+            of_shard = tuple(header.tables[name] for name in TABLES)
+        rows.append(of_shard)
     return rows
-
-
-def _read_rows(measure: Measure, tars: Sequence[Path], advance: Advance) -> list[_Rows | UserError]:
-    found: list[_Rows | UserError] = []
-    for tar in tars:
-        try:
-            found.append(_rows_of(read_header(tar), measure))
-        except MissingIndex:
-            found.append(None)
-        except UserError as error:
-            found.append(error)
-    return found
-
-
-def _rows_of(header: Header, measure: Measure) -> _Rows:
-    if measure.text in header.texts and measure.reading in header.readings:
-        return tuple(header.tables[name] for name in TABLES)
-    return None
 
 
 @dataclass
 class _Found:
-    """What a view says of some shards, or of all."""
+    """What a task returns of its shards."""
 
-    shards: list[tuple[int, int, int]]
-    reasons: Counter[str]
-    overlong: int = 0  # samples that fit no pack, held-out ones too
-    first_overlong: int = 0  # number of the first one
-    tiles_per_token: float = 0.0  # the most, of samples that fit a pack
-    digest: bytes = b""  # of all that decides which samples there are, and how they are planned
+    shards: list[tuple]  # rows of SHARDS
+    failures: list[UserError]
+    digest: bytes = b""
 
 
 def _count_all(
@@ -317,10 +297,10 @@ def _count_all(
     for name in ("lengths", "tiles"):
         np.lib.format.open_memmap(view / f"{name}.npy", "w+", np.int32, (rows["samples"],))
 
-    tasks = _tasks(firsts[0])
     count = functools.partial(_count, tars, measure, firsts, catalogue, view)
-    found = _Found([], Counter())
+    tasks = _tasks(firsts[0])
     digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
+    shards = []
     failures = []
     # A bar for what takes a second.
     shown = stream if rows["samples"] > _SHOWN_FROM else None
@@ -328,28 +308,13 @@ def _count_all(
         worker_pool(count, min(workers, len(tasks))) as run,
         ProgressBar("samples counted", rows["samples"], shown, is_brief=True) as progress,
     ):
-        for _, one in run(tasks, lambda through: progress.show(through, through)):
-            if isinstance(one, list):
-                failures += one
-                continue
-            found.shards += one.shards
-            found.reasons.update(one.reasons)
-            if not found.overlong:
-                found.first_overlong = one.first_overlong
-            found.overlong += one.overlong
-            found.tiles_per_token = max(found.tiles_per_token, one.tiles_per_token)
-            digest.update(one.digest)
+        for _, found in run(tasks, lambda through: progress.show(through, through)):
+            digest.update(found.digest)
+            shards += found.shards
+            failures += found.failures
     raise_all(failures, len(tars))
-    shards = np.array(found.shards, np.int64).reshape(-1, 3)
-    np.save(view / "shards.npy", shards)
-    about = {
-        "digest": digest.hexdigest(),
-        "reasons": found.reasons,
-        "overlong": found.overlong,
-        "first_overlong": found.first_overlong,
-        "tiles_per_token": found.tiles_per_token,
-    }
-    (view / "about.json").write_bytes(compact_json(about))
+    np.save(view / "shards.npy", np.array(shards, SHARDS))
+    (view / "about.json").write_bytes(compact_json({"digest": digest.hexdigest()}))
 
 
 def _tasks(firsts: ndarray) -> list[tuple[int, int]]:
@@ -369,17 +334,17 @@ def _count(
     view: Path,
     task: tuple[int, int],
     advance: Advance,
-) -> _Found | list[UserError]:
-    """Write what concerns some shards; return the rest, or why they cannot be read."""
-    found = _Found([], Counter())
+) -> _Found:
+    """Write what concerns some shards, and return the rest."""
     digest = hashlib.sha256()
+    found = _Found([], [])
     written: dict[str, list[ndarray]] = {name: [] for name in (*TABLES, "lengths", "tiles")}
-    failures = []
     for shard in range(*task):
         tar = tars[shard]
         try:
-            header, tables = read_tables(tar)
-            if _rows_of(header, measure) != tuple(np.diff(firsts[:, shard : shard + 2])[:, 0]):
+            _, tables = read_tables(tar)
+            rows = np.diff(firsts[:, shard : shard + 2])[:, 0].tolist()
+            if measure.text not in tables or [len(tables[name]) for name in TABLES] != rows:
                 raise UserError(f"{tar}: its index has changed while it was read. Start again")
             faults = measure.faults(tables)
             lengths, tiles = measure.lengths_and_tiles(tables, faults)
@@ -389,34 +354,35 @@ def _count(
                     f"Make it again: {MEND} {tar}"
                 )
         except UserError as error:
-            failures.append(error)
+            found.failures.append(error)
             continue
-        for name, values in {**tables, "lengths": lengths, "tiles": tiles}.items():
-            if name in written:
-                written[name].append(values)
-        digest.update(tables["keys"].tobytes())
-        for values in (tables["samples"]["key_end"], tables["members"]["crc32"], lengths):
+        tables |= {"lengths": lengths, "tiles": tiles}
+        for name, parts in written.items():
+            parts.append(tables[name])
+        crc32 = tables["members"]["crc32"]
+        for values in (tables["keys"], tables["samples"]["key_end"], crc32, lengths):
             digest.update(values.tobytes())
 
-        fits = measure.capacity.fit(lengths, tiles)
-        is_overlong = (lengths != UNUSABLE) & ~measure.capacity.fit(abs(lengths), tiles)
-        if is_overlong.any() and not found.overlong:
-            found.first_overlong = int(firsts[0, shard] + is_overlong.argmax())
-        found.overlong += int(is_overlong.sum())
-        if fits.any():
-            per_token = float((tiles[fits] / lengths[fits]).max())
-            found.tiles_per_token = max(found.tiles_per_token, per_token)
-        found.shards.append((int((lengths >= 0).sum()), int(fits.sum()), len(faults)))
-        found.reasons.update(reason for reason, _ in faults.values())
+        capacity = measure.capacity
+        fits = capacity.fit(lengths, tiles)
+        found.shards.append(
+            (
+                np.count_nonzero(lengths >= 0),
+                np.count_nonzero(fits),
+                len(faults),
+                np.count_nonzero(lengths) - np.count_nonzero(capacity.fit(abs(lengths), tiles)),
+                (tiles[fits] / lengths[fits]).max(initial=0.0),
+            )
+        )
         advance(len(lengths))
-    if failures:
-        return failures
+    found.digest = digest.digest()
     for name, parts in written.items():
+        if found.failures:
+            break
         if name not in TABLES:
             _write(view, name, parts, firsts[0], task[0])
         elif catalogue is not None:
             _write(catalogue, name, parts, firsts[list(TABLES).index(name)], task[0])
-    found.digest = digest.digest()
     return found
 
 

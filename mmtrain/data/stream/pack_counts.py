@@ -5,7 +5,6 @@ order of a run --groups packed--> <key>.npy in the view of its first data set: (
 
 import functools
 import hashlib
-import itertools
 from typing import TextIO
 
 import numpy as np
@@ -18,8 +17,6 @@ from mmtrain.data.shards.pool import Advance, worker_pool
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.order import BEGIN, PackOrder, Position
 from mmtrain.data.stream.stored import StoredData
-
-_GROUPS_A_TASK = 20  # 0.2 s
 
 
 def pack_order(
@@ -71,29 +68,24 @@ def with_packs(
     if path.exists():
         return data._replace(packs=np.load(path))
     order = pack_order(config, catalog)
-    tasks = []
+    groups = []
     samples = 0
     for epoch in range(epochs):
         made = order.epoch(epoch)
         samples += made.planned
-        for begin in range(0, made.groups, _GROUPS_A_TASK):
-            tasks.append((epoch, begin, min(begin + _GROUPS_A_TASK, made.groups)))
+        groups += [(epoch, group) for group in range(made.groups)]
     with (
-        worker_pool(functools.partial(_count, order), min(workers, len(tasks))) as run,
+        worker_pool(functools.partial(_count, order), min(workers, len(groups))) as run,
         ProgressBar("samples packed", samples, stream, is_brief=True) as progress,
     ):
-        found = run(tasks, lambda through: progress.show(through, through))
-        packs = np.array(list(itertools.chain.from_iterable(one for _, one in found)), np.int32)
+        found = run(groups, lambda through: progress.show(through, through))
+        packs = np.array([count for _, count in found], np.int32)
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
         np.save(file, packs)
     return data._replace(packs=packs)
 
 
-def _count(order: PackOrder, task: tuple[int, int, int], advance: Advance) -> list[int]:
-    epoch, begin, end = task
-    packs = []
-    for number in range(begin, end):
-        group = order.group(epoch, number)
-        packs.append(len(group))
-        advance(len(group.samples))
-    return packs
+def _count(order: PackOrder, task: tuple[int, int], advance: Advance) -> int:
+    group = order.group(*task)
+    advance(len(group.samples))
+    return len(group)
