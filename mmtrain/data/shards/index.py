@@ -3,11 +3,11 @@
 shard-000000.tar --scan, tokenizer--> ShardIndex
     --write_index--> shard-000000.tar.index --read_tables--> arrays, --read_index--> ShardIndex
 
-The first line of the file is a JSON object: format, version, tar_bytes, readings, texts (usable
-samples by fingerprint), tables (rows of each) and crc32 (of the line without it, then of all that
-follows the line). Then come the tables, one after the other, as TABLES says: raw little-endian
-numbers. An end is the number of elements up to it, its own included: sample n has the bytes
-[key_end of n - 1, key_end of n) of keys. For each fingerprint (samples,) int32 tokens follow.
+The first line of the file is a JSON object: format, version, tar_bytes, readings, texts
+(fingerprints), tables (rows of each) and crc32 (of the line without it, then of all that follows).
+Then come the tables, one after the other, as TABLES says: raw little-endian numbers. An end is the
+number of elements up to it, its own included: sample n has the bytes [key_end of n - 1, key_end of
+n) of keys. For each fingerprint (samples,) int32 tokens follow.
 
 `suffixes` has the text of each number, a NUL behind each. `faults` is JSON: by reading and by
 fingerprint, rows of place (a sample's number in its shard, from 0), reason and detail. Image sizes
@@ -277,7 +277,7 @@ def _content(index: ShardIndex) -> bytes:
         "version": VERSION,
         "tar_bytes": index.tar_bytes,
         "readings": sorted(index.faults),
-        "texts": {name: sum(map(bool, text.tokens)) for name, text in texts.items()},
+        "texts": list(texts),
         "tables": {name: len(raw) // TABLES[name].itemsize for name, raw in content.items()},
     }
     tokens = [np.array(text.tokens, TOKENS).tobytes() for text in texts.values()]
@@ -306,7 +306,7 @@ class Header(BaseModel, strict=True):
     format: Literal["mmtrain shard index"]
     tar_bytes: Annotated[int, Field(ge=0, le=2**62)]
     readings: Annotated[list[_Name], Field(min_length=1)]
-    texts: dict[_Name, _Count]
+    texts: list[_Name]
     tables: dict[Literal[tuple(TABLES)], _Count]
     crc32: int
 
@@ -440,22 +440,16 @@ def _check(header: Header, tables: Tables) -> None:
     is_control = (tables["suffixes"] < 32) | (tables["suffixes"] == 127)
     if ((keys < 32) | (keys == 127)).any() or ((keys[starts] & 0xC0) == 0x80).any():
         raise ValueError("keys: hold a control character, or a part of one")
-    if is_control.sum() != len(suffixes) or members["suffix"].max(initial=0) > max(
-        len(suffixes) - 1, 0
-    ):
+    if is_control.sum() != len(suffixes) or (members["suffix"] >= len(suffixes)).any():
         raise ValueError("suffixes: hold a control character, or too few texts")
 
     faults = _parsed_faults(tables)
-    for known, judged in ((header.readings, faults.readings), (header.texts, faults.texts)):
-        if set(known) != judged.keys():
-            raise ValueError("faults: are not those of the first line")
-        for name, rows in judged.items():
-            places = {place for place, *_ in rows}
-            if len(places) < len(rows) or max(places, default=-1) >= len(samples):
-                raise ValueError(f"faults.{name}: holds a place twice, or one without a sample")
-    for name, usable in header.texts.items():
-        if np.count_nonzero(tables[name]) != usable:
-            raise ValueError("texts: the first line gives another number of samples")
+    if list(faults.readings) != header.readings or list(faults.texts) != header.texts:
+        raise ValueError("faults: are not those of the first line")
+    for name, rows in [*faults.readings.items(), *faults.texts.items()]:
+        places = {place for place, *_ in rows}
+        if len(places) < len(rows) or max(places, default=-1) >= len(samples):
+            raise ValueError(f"faults.{name}: holds a place twice, or one without a sample")
 
     # Each image has a size, unless every reading has found a fault in its sample.
     is_picture = np.array([image_number(suffix) is not None for suffix in suffixes], np.int64)

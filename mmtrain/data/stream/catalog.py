@@ -53,7 +53,7 @@ from mmtrain.data.shards.index import (
     checksum_detail,
     suffix_texts,
 )
-from mmtrain.data.stream.counting import CATALOGUE, VIEW, Mapped, mapped
+from mmtrain.data.stream.counting import CATALOGUE, VIEW, mapped
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
 from mmtrain.data.stream.stored import StoredSet
 
@@ -91,7 +91,7 @@ class Catalog:
         self.layout = sets[0].measure.layout
         self.capacity = sets[0].measure.capacity
         self.sample_sets: list[SampleSet] = []
-        self._catalogues: list[Mapped] = []
+        self._catalogues: list[Tables] = []
         self._shards: list[ndarray] = []  # rows of `counting.SHARDS`
         digest = hashlib.sha256()
         for one in sets:
@@ -103,13 +103,13 @@ class Catalog:
                     f"{one.view}: cannot be read ({error}), though it was made as the run started. "
                     "Start again"
                 ) from error
-            firsts, *_ = catalogue.tables["firsts"]
-            lengths, tiles, shards = (view.tables[name] for name in VIEW)
+            firsts, *_ = catalogue["firsts"]
+            lengths, tiles, shards, own_digest = view.values()
             counts = (shards[name] for name in ("kept", "fits", "unusable"))
             self.sample_sets.append(SampleSet(one.weight, lengths, tiles, firsts, *counts))
             self._catalogues.append(catalogue)
             self._shards.append(shards)
-            digest.update(view.about["digest"].encode())
+            digest.update(str(own_digest).encode())
         self.fingerprint = digest.hexdigest()
         # number of each set's first sample, then of all
         self.firsts = np.cumsum([0, *(len(one.lengths) for one in self.sample_sets)])
@@ -195,7 +195,7 @@ class Catalog:
 
     def _tables(self, one: int, shard: int) -> Tables:
         """Return the tables of a shard, as its index has them."""
-        tables, _ = self._catalogues[one]
+        tables = self._catalogues[one]
         cuts = tables["firsts"][:, shard : shard + 2].tolist()
         return {name: tables[name][slice(*cut)] for name, cut in zip(TABLES, cuts, strict=True)}
 
@@ -218,7 +218,7 @@ class Catalog:
         stored = self.sets[one]
         return Place(
             f"{stored.name}/{key}" if stored.name else key,
-            Path(self._catalogues[one].about["shards"][shard]),
+            Path(str(self._catalogues[one]["paths"][shard])),
             tuple(members),
             stored.form,
             sizes,
@@ -257,7 +257,7 @@ class Catalog:
         if not len(useless):
             return
         shards = len(one.unusable)
-        first = self._catalogues[0].about["shards"][useless[0]]
+        first = self._catalogues[0]["paths"][useless[0]]
         reasons = self.reasons
         if len(useless) < shards:
             reasons = Counter(reason for reason, _ in self._faults(0, int(useless[0])).values())

@@ -3,27 +3,26 @@
 tars and indexes --sizes, times--> CACHE/catalog/<data set>-<state>/, the catalogue:
     each table of `index.TABLES` over all shards, with each shard's own ends and suffixes
     firsts    (tables, shards + 1) i8: number of each shard's first row of each table
+    paths     (shards,) of the tars
 catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
     lengths   (samples,) i4 tokens, those of images included; UNUSABLE; negative: held out
     tiles     (samples,) i4 tiles of each sample
     shards    (shards,) SHARDS
+    digest    of all that decides which samples there are, and how they are planned
 
-A table is a file NAME.npy; about.json holds the paths of a catalogue's shards, and a view's digest:
-of all that decides which samples there are, and how they are planned.
+A table is a file NAME.npy.
 """
 
 import contextlib
 import functools
 import hashlib
-import itertools
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TextIO
 
 import numpy as np
 from numpy import ndarray
@@ -31,7 +30,6 @@ from numpy import ndarray
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import compact_json
 from mmtrain.base.progress import ProgressBar
 from mmtrain.base.version import VERSION
 from mmtrain.data.shards.index import (
@@ -52,8 +50,8 @@ from mmtrain.data.shards.pool import Advance, worker_pool
 from mmtrain.data.stream.order import UNUSABLE, Capacity
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
-CATALOGUE = (*TABLES, "firsts")
-VIEW = ("lengths", "tiles", "shards")
+CATALOGUE = (*TABLES, "firsts", "paths")
+VIEW = ("lengths", "tiles", "shards", "digest")
 # Samples that are not held out, fit a pack, are UNUSABLE, or fit none, held-out ones too; and the
 # most tiles a token of those that fit.
 SHARDS = np.dtype(
@@ -65,8 +63,8 @@ SHARDS = np.dtype(
         ("tiles_per_token", "<f8"),
     ]
 )
-# Of a process at a time: large enough for processes to pay, and 100 MB of memory.
-_SAMPLES_A_TASK = 250_000
+# Of a process at a time: of 1,000 samples they take 10 ms, of 10,000 100 MB of memory.
+_SHARDS_A_TASK = 64
 _SHOWN_FROM = 1_000_000  # samples: they take a second
 _SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
 _LONGEST = np.iinfo(np.int32).max
@@ -164,19 +162,12 @@ def _cut(
     return (tiling.positions, tiling.tiles), None
 
 
-class Mapped(NamedTuple):
-    """A catalogue, or a view, mapped."""
-
-    tables: Tables
-    about: dict[str, Any]
-
-
-def mapped(folder: Path, names: Sequence[str]) -> Mapped:
+def mapped(folder: Path, names: Sequence[str]) -> Tables:
     """Map tables of the cache. Raises OSError, ValueError or EOFError for one that is not whole."""
     tables = {}
     for name in names:
         tables[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-    return Mapped(tables, json.loads((folder / "about.json").read_bytes()))
+    return tables
 
 
 def _is_whole(folder: Path, names: Sequence[str]) -> bool:
@@ -268,15 +259,6 @@ def _rows(tars: Sequence[Path], measure: Measure) -> list[tuple[int, ...] | None
     return rows
 
 
-@dataclass
-class _Found:
-    """What a task returns of its shards."""
-
-    shards: list[tuple]  # rows of SHARDS
-    failures: list[UserError]
-    digest: bytes = b""
-
-
 def _count_all(
     tars: Sequence[Path],
     measure: Measure,
@@ -292,13 +274,12 @@ def _count_all(
         for name, dtype in TABLES.items():
             np.lib.format.open_memmap(catalogue / f"{name}.npy", "w+", dtype, (rows[name],))
         np.save(catalogue / "firsts.npy", firsts)
-        about = compact_json({"shards": list(map(str, tars))})
-        (catalogue / "about.json").write_bytes(about)
+        np.save(catalogue / "paths.npy", np.array(list(map(str, tars))))
     for name in ("lengths", "tiles"):
         np.lib.format.open_memmap(view / f"{name}.npy", "w+", np.int32, (rows["samples"],))
 
     count = functools.partial(_count, tars, measure, firsts, catalogue, view)
-    tasks = _tasks(firsts[0])
+    tasks = range(0, len(tars), _SHARDS_A_TASK)
     digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
     shards = []
     failures = []
@@ -308,22 +289,14 @@ def _count_all(
         worker_pool(count, min(workers, len(tasks))) as run,
         ProgressBar("samples counted", rows["samples"], shown, is_brief=True) as progress,
     ):
-        for _, found in run(tasks, lambda through: progress.show(through, through)):
-            digest.update(found.digest)
-            shards += found.shards
-            failures += found.failures
+        found = run(tasks, lambda through: progress.show(through, through))
+        for _, (own, own_failures, own_digest) in found:
+            shards += own
+            failures += own_failures
+            digest.update(own_digest)
     raise_all(failures, len(tars))
     np.save(view / "shards.npy", np.array(shards, SHARDS))
-    (view / "about.json").write_bytes(compact_json({"digest": digest.hexdigest()}))
-
-
-def _tasks(firsts: ndarray) -> list[tuple[int, int]]:
-    """Cut shards into runs of about _SAMPLES_A_TASK samples."""
-    cuts = [0]
-    while cuts[-1] < len(firsts) - 1:
-        most = firsts[cuts[-1]] + _SAMPLES_A_TASK
-        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(firsts, most, "right")) - 1))
-    return list(itertools.pairwise(cuts))
+    np.save(view / "digest.npy", np.array(digest.hexdigest()))
 
 
 def _count(
@@ -332,15 +305,18 @@ def _count(
     firsts: ndarray,
     catalogue: Path | None,
     view: Path,
-    task: tuple[int, int],
+    begin: int,
     advance: Advance,
-) -> _Found:
-    """Write what concerns some shards, and return the rest."""
+) -> tuple[list[tuple], list[UserError], bytes]:
+    """Write what concerns the shards from `begin` on, which are _SHARDS_A_TASK.
+
+    Return their rows of SHARDS, what keeps them from being read, and a digest.
+    """
     digest = hashlib.sha256()
-    found = _Found([], [])
+    shards = []
+    failures = []
     written: dict[str, list[ndarray]] = {name: [] for name in (*TABLES, "lengths", "tiles")}
-    for shard in range(*task):
-        tar = tars[shard]
+    for shard, tar in enumerate(tars[begin : begin + _SHARDS_A_TASK], begin):
         try:
             _, tables = read_tables(tar)
             rows = np.diff(firsts[:, shard : shard + 2])[:, 0].tolist()
@@ -354,7 +330,7 @@ def _count(
                     f"Make it again: {MEND} {tar}"
                 )
         except UserError as error:
-            found.failures.append(error)
+            failures.append(error)
             continue
         tables |= {"lengths": lengths, "tiles": tiles}
         for name, parts in written.items():
@@ -365,7 +341,7 @@ def _count(
 
         capacity = measure.capacity
         fits = capacity.fit(lengths, tiles)
-        found.shards.append(
+        shards.append(
             (
                 np.count_nonzero(lengths >= 0),
                 np.count_nonzero(fits),
@@ -375,15 +351,14 @@ def _count(
             )
         )
         advance(len(lengths))
-    found.digest = digest.digest()
     for name, parts in written.items():
-        if found.failures:
+        if failures:
             break
         if name not in TABLES:
-            _write(view, name, parts, firsts[0], task[0])
+            _write(view, name, parts, firsts[0], begin)
         elif catalogue is not None:
-            _write(catalogue, name, parts, firsts[list(TABLES).index(name)], task[0])
-    return found
+            _write(catalogue, name, parts, firsts[list(TABLES).index(name)], begin)
+    return shards, failures, digest.digest()
 
 
 def _write(folder: Path, name: str, parts: Sequence[ndarray], firsts: ndarray, shard: int) -> None:

@@ -29,9 +29,9 @@ from mmtrain.base.errors import UserError
 UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never packed
 
 _EPOCHS_KEPT = _GROUPS_KEPT = 2  # a step may span two
-# From this many tiles a pack on, looking at all open packs at once is faster than a list for each
-# number of free tiles: 4 us a document at any number, where lists take 2 us at 16 and 5 at 64.
-_MANY_TILES = 32
+# What an epoch reads of a shard: in which pass over its set, how many samples it draws, the first
+# ones of the shard's order, and samples that fit a pack, up to and with these.
+_VISIT = np.dtype([("pass", "i8"), ("shard", "i8"), ("take", "i8"), ("end", "i8")])
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,28 +84,13 @@ BEGIN = Position(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class _Visits:
-    """The shards of one set that an epoch reads, in order."""
-
-    passes: ndarray  # (visits,) number of the pass over the set
-    shards: ndarray  # (visits,)
-    takes: ndarray  # (visits,) samples that are drawn, the first ones of the shard's order
-    ends: ndarray  # (visits,) samples that fit a pack, up to and with this visit
-    unusable: int  # of the samples drawn
-
-    @property
-    def planned(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-
-@dataclass(frozen=True, eq=False)
 class Epoch:
     """An epoch's samples, a sample counted as often as it is drawn.
 
     Drawn = planned + overlong + unusable.
     """
 
-    visits: tuple[_Visits, ...]  # of each set
+    visits: tuple[ndarray, ...]  # of each set, in order
     groups: int
     drawn: int
     planned: int
@@ -120,8 +105,9 @@ class Epoch:
         """Return which of each set's planned samples a group holds, from and up to."""
         cuts = []
         for visits in self.visits:
-            begin = group * visits.planned // self.groups
-            cuts.append((begin, (group + 1) * visits.planned // self.groups))
+            planned = _planned(visits)
+            begin = group * planned // self.groups
+            cuts.append((begin, (group + 1) * planned // self.groups))
         return cuts
 
 
@@ -134,6 +120,10 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+
+def _planned(visits: ndarray) -> int:
+    return int(visits["end"].max(initial=0))
 
 
 def _random(purpose: str) -> np.random.RandomState:
@@ -176,58 +166,33 @@ def pack_best_fit(
     if cap is not None:
         scaled = np.multiply(tiles, capacity.tokens, dtype=np.int64)
         is_short_of_tokens = bool((scaled < (cap + 1) * tokens).all())
-    if is_short_of_tokens:
-        cap = 0
-        needs = [0] * count
-    else:
-        assert tiles.max() <= cap, "a document has more tiles than a pack takes"
-        if cap > _MANY_TILES:
-            return _pack_many_tiles(tokens, capacity.tokens, cap, np.asarray(tiles, np.int64))
-        needs = tiles.tolist()
+    if not is_short_of_tokens:
+        return _pack_tiles(tokens, capacity, np.asarray(tiles, np.int64))
 
-    # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its
-    # number
-    open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
-    packs = []
+    open_packs: list[int] = []  # sorted, each as free tokens * count + its number
+    packs: list[list[int]] = []
     shortest = int(tokens.min(initial=capacity.tokens))
     sizes = tokens.tolist()
     for position in np.argsort(-tokens, kind="stable").tolist():
         size = sizes[position]
-        need = needs[position]
-        best = (capacity.tokens + 1) * count
-        best_room = cap
-        best_at = -1
-        for room in range(need, cap + 1):
-            keys = open_packs[room]
-            at = bisect_left(keys, size * count)
-            if at < len(keys) and keys[at] < best:
-                best = keys[at]
-                best_room = room
-                best_at = at
-        if best_at < 0:
+        at = bisect_left(open_packs, size * count)
+        if at == len(open_packs):
             free = capacity.tokens
             pack = len(packs)
-            packs.append([position])
+            packs.append([])
         else:
-            del open_packs[best_room][best_at]
-            free, pack = divmod(best, count)
-            packs[pack].append(position)
+            free, pack = divmod(open_packs.pop(at), count)
+        packs[pack].append(position)
         if free - size >= shortest:
-            insort(open_packs[best_room - need], (free - size) * count + pack)
+            insort(open_packs, (free - size) * count + pack)
     return packs
 
 
-def _pack_many_tiles(
-    lengths: ndarray,
-    tokens: int,
-    cap: int,
-    tiles: ndarray,
-) -> list[list[int]]:
-    """Pack as `pack_best_fit` does, in packs of `cap` tiles.
+def _pack_tiles(lengths: ndarray, capacity: Capacity, tiles: ndarray) -> list[list[int]]:
+    """Pack as `pack_best_fit` does, where tiles may run out first.
 
-    Cost: 4 us a document, whatever `cap` is.
+    Cost: 4 us a document at any number of tiles a pack, where tokens alone take 1 us.
     """
-    count = len(lengths)
     order = np.argsort(-lengths, kind="stable")
     # tiles that each document, or one after it, needs at least
     fewest = np.minimum.accumulate(tiles[order][::-1])[::-1].tolist()
@@ -235,24 +200,23 @@ def _pack_many_tiles(
     sizes = lengths.tolist()
     needs = tiles.tolist()
     packs: list[list[int]] = []
-    # of the open packs, in the order of opening: free tokens, free tiles, number
-    open_packs = np.empty((3, count), np.int64)
+    # of the open packs, in the order of opening, and an empty one: free tokens, free tiles, number
+    open_packs = np.empty((3, len(order)), np.int64)
     opened = 0
     for turn, position in enumerate(order.tolist()):
-        # Packs with room for none of the documents that are left.
+        # Leave out packs with room for none of the documents that are left.
         if turn % 128 == 0:
-            free, room, _ = open_packs[:, :opened]
-            left = open_packs[:, :opened][:, (free >= shortest) & (room >= fewest[turn])]
+            left = open_packs[:, :opened]
+            left = left[:, (left[0] >= shortest) & (left[1] >= fewest[turn])]
             opened = left.shape[1]
             open_packs[:, :opened] = left
-
+        open_packs[:, opened] = capacity.tokens + 1, capacity.tiles, len(packs)
         free, room, numbers = open_packs[:, : opened + 1]
-        free[opened], room[opened], numbers[opened] = tokens + 1, cap, len(packs)
         takes = (free >= sizes[position]) & (room >= needs[position])
-        best = int(np.where(takes, free, tokens + 2).argmin())
+        best = int(np.where(takes, free, capacity.tokens + 2).argmin())
         if best == opened:
             opened += 1
-            free[best] = tokens
+            free[best] = capacity.tokens
             packs.append([])
         free[best] -= sizes[position]
         room[best] -= needs[position]
@@ -295,23 +259,25 @@ class PackOrder:
         with its share of every set. Raises UserError for an epoch that holds no pack.
         """
         visits = []
-        drawn = shards = 0
+        drawn = unusable = planned = shards = 0
         for number, one in enumerate(self.sets):
-            visits.append(self._visits(one, f"{self.seed} {epoch} {number}"))
-            drawn += int(visits[-1].takes.sum())
+            of_set, bad = self._visits(one, f"{self.seed} {epoch} {number}")
+            visits.append(of_set)
+            drawn += int(of_set["take"].sum())
+            planned += _planned(of_set)
+            unusable += bad
             shards += one.weight * len(one.kept)
-        planned = sum(each.planned for each in visits)
-        unusable = sum(each.unusable for each in visits)
         groups = max(1, round(min(shards / self.shuffle_shards, planned / self.pack_window)))
         made = Epoch(tuple(visits), groups, drawn, planned, unusable)
         if not planned:
             raise UserError(self._why_empty(epoch, made))
         return made
 
-    def _visits(self, one: SampleSet, purpose: str) -> _Visits:
+    def _visits(self, one: SampleSet, purpose: str) -> tuple[ndarray, int]:
+        """Return the shards of a set that an epoch reads, and how many samples are unusable."""
         kept = int(one.kept.sum())
         whole = int(one.weight)
-        parts = []
+        parts = [np.empty(0, _VISIT)]
         unusable = 0
         for number, take in enumerate([kept] * whole + [round((one.weight - whole) * kept)]):
             if take == 0:
@@ -320,21 +286,21 @@ class PackOrder:
             shards = _random(f"pass {purpose} {number}").permutation(len(one.kept))
             ends = np.cumsum(one.kept[shards])
             shards = shards[: int(np.searchsorted(ends, take)) + 1]
-            passes = np.full(len(shards), number)
-            takes = one.kept[shards]
-            fits = one.fits[shards]
+            visits = np.empty(len(shards), _VISIT)
+            visits["pass"] = number
+            visits["shard"] = shards
+            visits["take"] = one.kept[shards]
+            visits["end"] = one.fits[shards]
             # The pass may end inside its last shard.
-            takes[-1] -= ends[len(shards) - 1] - take
-            last = _drawn(one, purpose, passes[-1:], shards[-1:], takes[-1:])
-            fits[-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
+            visits["take"][-1] -= ends[len(shards) - 1] - take
+            last = _drawn(one, purpose, visits[-1:])
+            visits["end"][-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
             unusable += int(one.unusable[shards[:-1]].sum())
-            unusable += int((one.lengths[last] == UNUSABLE).sum())
-            parts.append((passes, shards, takes, fits))
-        if not parts:
-            nothing = np.empty(0, np.int64)
-            return _Visits(nothing, nothing, nothing, nothing, 0)
-        passes, shards, takes, fits = map(np.concatenate, zip(*parts, strict=True))
-        return _Visits(passes, shards, takes, np.cumsum(fits), unusable)
+            unusable += np.count_nonzero(one.lengths[last] == UNUSABLE)
+            parts.append(visits)
+        together = np.concatenate(parts)
+        together["end"] = np.cumsum(together["end"])
+        return together, unusable
 
     def _group(self, epoch: int, group: int) -> Group:
         """Draw and pack a group: its samples are permuted, and each window is packed by itself.
@@ -349,18 +315,13 @@ class PackOrder:
                 continue
             one = self.sets[number]
             visits = made.visits[number]
-            first, last = np.searchsorted(visits.ends, [begin, end - 1], "right").tolist()
-            read = slice(first, last + 1)
-            drawn = _drawn(
-                one,
-                f"{self.seed} {epoch} {number}",
-                visits.passes[read],
-                visits.shards[read],
-                visits.takes[read],
-            )
+            first, last = np.searchsorted(visits["end"], [begin, end - 1], "right").tolist()
+            drawn = _drawn(one, f"{self.seed} {epoch} {number}", visits[first : last + 1])
             drawn = drawn[self.capacity.fit(one.lengths[drawn], one.tiles[drawn])]
-            before = int(visits.ends[first - 1]) if first else 0
-            drawn = drawn[begin - before : end - before]
+            if first:
+                begin -= visits["end"][first - 1]
+                end -= visits["end"][first - 1]
+            drawn = drawn[begin:end]
             parts.append((self._offsets[number] + drawn, one.lengths[drawn], one.tiles[drawn]))
 
         members, lengths, tiles = map(np.concatenate, zip(*parts, strict=True))
@@ -451,32 +412,26 @@ class PackOrder:
         return f"data.shards: no sample in {shards} shards fits into a pack: {why}"
 
 
-def _drawn(
-    one: SampleSet,
-    purpose: str,
-    passes: ndarray,
-    shards: ndarray,
-    takes: ndarray,
-) -> ndarray:
+def _drawn(one: SampleSet, purpose: str, visits: ndarray) -> ndarray:
     """Return (drawn,) int64 numbers in a set of the samples that visits of shards draw, in order.
 
     A shard's samples come in the order of a hash of the pass and their number, without those that
     are held out.
     """
-    firsts = one.firsts[shards]
-    sizes = one.firsts[shards + 1] - firsts
-    visit = np.repeat(np.arange(len(shards)), sizes)
+    firsts = one.firsts[visits["shard"]]
+    sizes = one.firsts[visits["shard"] + 1] - firsts
+    visit = np.repeat(np.arange(len(visits)), sizes)
     numbers = np.arange(len(visit)) + (firsts - np.cumsum(sizes) + sizes)[visit]
-    seeds = {}
-    for number in set(passes.tolist()):
+    passes, pass_of = np.unique(visits["pass"], return_inverse=True)
+    seeds = []
+    for number in passes.tolist():
         digest = hashlib.sha256(f"samples {purpose} {number}".encode()).digest()
-        seeds[number] = int.from_bytes(digest[:8], "little")
-    of_visits = np.array([seeds[number] for number in passes.tolist()], np.uint64)
-    keys = _hashed(_hashed(numbers) ^ of_visits[visit])
+        seeds.append(int.from_bytes(digest[:8], "little"))
+    keys = _hashed(_hashed(numbers) ^ np.array(seeds, np.uint64)[pass_of[visit]])
     numbers = numbers[np.lexsort((keys, visit))]
 
     is_kept = one.lengths[numbers] >= 0
     numbers = numbers[is_kept]
     visit = visit[is_kept]
     place = np.arange(len(visit)) - np.searchsorted(visit, visit)
-    return numbers[place < takes[visit]]
+    return numbers[place < visits["take"][visit]]

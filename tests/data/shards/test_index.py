@@ -78,7 +78,7 @@ def test_the_file_is_as_its_format_says(tar):
     parts = two_samples()
     parts.faults["readings"]["llava"] = [[1, "no_answer", "é"]]
     parts.tables["feed"][1] = 0
-    index_path(tar).write_bytes(put_together(parts, texts={"feed": 1}))
+    index_path(tar).write_bytes(put_together(parts))
     file = index_path(tar).read_bytes()
     index = read_index(tar)
     assert index == ShardIndex(
@@ -126,7 +126,7 @@ def two_samples() -> Parts:
         "version": 4,
         "tar_bytes": BYTES,
         "readings": ["llava"],
-        "texts": {"feed": 2},
+        "texts": ["feed"],
     }
     faults = {"readings": {"llava": []}, "texts": {"feed": []}}
     return Parts(header, tables | {"feed": np.array([12, 6], "<i4")}, faults)
@@ -157,8 +157,8 @@ def without_last(*tables: str) -> Callable[[Parts], None]:
     return change
 
 
-def with_texts(**usable: Any) -> Callable[[Parts], None]:
-    return lambda parts: parts.header.update(texts=usable)
+def with_texts(texts: Any) -> Callable[[Parts], None]:
+    return lambda parts: parts.header.update(texts=texts)
 
 
 WRONG = {
@@ -187,9 +187,9 @@ WRONG = {
     "faults under another text": (with_faults(text="f00d"), "faults"),
     "a length below 0": (with_number("feed", None, 0, -1), "tokens feed"),
     "lengths too few": (without_last("feed"), "bytes"),
-    "no texts": (with_texts(), "bytes"),
-    "other usable samples": (with_texts(feed=1), "texts"),
-    "a number that is text": (with_texts(feed="2"), "texts"),
+    "no texts": (with_texts([]), "bytes"),
+    "a text that is a number": (with_texts([2]), "texts"),
+    "a text twice": (with_texts(["feed", "feed"]), "faults"),
 }
 
 
@@ -289,7 +289,7 @@ def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex, match=r"mmtrain index CONFIG .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
-    assert read_header(tar).texts == {"0" * 16: 1, "f" * 16: 2}
+    assert read_header(tar).texts == ["0" * 16, "f" * 16]
 
 
 def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
