@@ -143,7 +143,7 @@ def test_runs_that_resume_in_one_layout_after_another_are_the_run_that_never_sto
     tiny, reference, damaged_data, ring
 ):
     unusable, *damaged = reference.lines("quarantine.jsonl")
-    assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
+    assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] > 5
     whole, rest = reference.lines("metrics.jsonl", "epoch")
     assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (
         60,

@@ -19,8 +19,9 @@ from mmtrain.checkpoint.step_folder import find
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import DataSet, Reader, load_catalog
+from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.packs import Processor
+from mmtrain.data.stream.stored import DataSet, store_set
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
@@ -49,7 +50,7 @@ def documents(run, demo_cache) -> list[Document]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
         source = Processor(config)
-        catalog = load_catalog(config, [DataSet(expand_shards(config.eval.shards))])
+        catalog = Catalog([store_set(config, DataSet(expand_shards(config.eval.shards)))])
     reader = Reader(catalog, 0)
     count = config.eval.max_samples or len(catalog)
     return [source.read(reader, number) for number in range(count)]

@@ -125,7 +125,7 @@ class Catalog:
 
     @property
     def held_out_samples(self) -> int:
-        """How many samples are kept for evaluation."""
+        """Return the number of samples that are kept for evaluation."""
         return len(self) - sum(int(one.kept.sum()) for one in self.sample_sets)
 
     @property

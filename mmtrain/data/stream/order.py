@@ -296,7 +296,7 @@ class PackOrder:
             last = _drawn(one, purpose, visits[-1:])
             visits["end"][-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
             unusable += int(one.unusable[shards[:-1]].sum())
-            unusable += np.count_nonzero(one.lengths[last] == UNUSABLE)
+            unusable += int((one.lengths[last] == UNUSABLE).sum())
             parts.append(visits)
         together = np.concatenate(parts)
         together["end"] = np.cumsum(together["end"])
