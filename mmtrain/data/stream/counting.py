@@ -19,7 +19,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -83,41 +83,38 @@ class Measure:
     capacity: Capacity
     held_out_fraction: float | None = None
 
-    def faults(self, tables: Tables) -> Faults:
-        """Return the samples of a shard that can never be trained on; the first fault stays."""
-        faults = faults_of(tables, self.reading, self.text)
-        images = tables["images"]
-        ends = tables["samples"]["image_end"]
-        counts = counts_of(ends)
-        if not self.layout.takes_images:
-            if not self.layout.strips:
-                for place in np.flatnonzero(counts).tolist():
-                    faults.setdefault(place, ("no_encoder", f"{counts[place]} images"))
-            return faults
-        if self.layout.is_sized:
-            faults = {**positions_and_tiles(tables, self.layout)[1], **faults}
-        pixels = images["width"].astype(np.int64) * images["height"]
-        of_images = np.repeat(np.arange(len(counts)), counts)
-        for image in np.flatnonzero(pixels > self.max_image_pixels).tolist():
-            width, height = images[image].tolist()
-            detail = (
-                f"{width} x {height} pixels; data.max_image_pixels is {self.max_image_pixels:,}"
-            )
-            faults.setdefault(int(of_images[image]), ("too_many_pixels", detail))
-        return faults
-
-    def lengths_and_tiles(self, tables: Tables, faults: Faults) -> tuple[ndarray, ndarray]:
-        """Return (samples,) int32 lengths and tiles of a shard, as a view has them."""
+    def shard(self, tables: Tables) -> tuple[ndarray, ndarray, Faults]:
+        """Return (samples,) int32 lengths and tiles of a shard, as a view has them, and the samples
+        that can never be trained on.
+        """
         samples = tables["samples"]
-        of_images, _ = positions_and_tiles(tables, self.layout)
-        positions, tiles = (sums_of(of_images[:, at], samples["image_end"]) for at in (0, 1))
+        ends = samples["image_end"]
+        counts = counts_of(ends)
+        of_images, unfit = positions_and_tiles(tables, self.layout)
+        # The first fault that a sample is found to have stays.
+        faults = unfit | faults_of(tables, self.reading, self.text)
+        if self.layout.takes_images:
+            images = tables["images"]
+            limit = self.max_image_pixels
+            sample_of = np.repeat(np.arange(len(counts)), counts)
+            pixels = images["width"].astype(np.int64) * images["height"]
+            for image in np.flatnonzero(pixels > limit).tolist():
+                width, height = images[image].tolist()
+                detail = f"{width} x {height} pixels; data.max_image_pixels is {limit:,}"
+                faults.setdefault(int(sample_of[image]), ("too_many_pixels", detail))
+        elif not self.layout.strips:
+            for place in np.flatnonzero(counts).tolist():
+                faults.setdefault(place, ("no_encoder", f"{counts[place]} images"))
+
         # above 32 bits: too long for any pack in any case
-        lengths = np.minimum(tables[self.text] + positions, _LONGEST).astype(np.int32)
+        lengths = np.minimum(tables[self.text] + sums_of(of_images[:, 0], ends), _LONGEST)
+        lengths = lengths.astype(np.int32)
         lengths[list(faults)] = UNUSABLE
         if self.held_out_fraction is not None:
             bound = math.ceil(self.held_out_fraction * 2**64)
             lengths[samples["key_hash"] < np.uint64(bound)] *= -1
-        return lengths, np.minimum(tiles, _LONGEST).astype(np.int32)
+        tiles = np.minimum(sums_of(of_images[:, 1], ends), _LONGEST)
+        return lengths, tiles.astype(np.int32), faults
 
 
 def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, Faults]:
@@ -269,25 +266,29 @@ def _count_all(
     view: Path,
 ) -> None:
     """Write a view, and a catalogue unless it is None."""
-    rows = dict(zip(TABLES, firsts[:, -1].tolist(), strict=True))
+    folders = {"lengths": view, "tiles": view}
     if catalogue is not None:
-        for name, dtype in TABLES.items():
-            np.lib.format.open_memmap(catalogue / f"{name}.npy", "w+", dtype, (rows[name],))
+        folders |= dict.fromkeys(TABLES, catalogue)
         np.save(catalogue / "firsts.npy", firsts)
         np.save(catalogue / "paths.npy", np.array(list(map(str, tars))))
-    for name in ("lengths", "tiles"):
-        np.lib.format.open_memmap(view / f"{name}.npy", "w+", np.int32, (rows["samples"],))
+    of_tables = dict(zip(TABLES, firsts, strict=True))
+    of_tables |= {"lengths": firsts[0], "tiles": firsts[0]}
+    for name, folder in folders.items():
+        dtype = TABLES.get(name, np.dtype(np.int32))
+        path = folder / f"{name}.npy"
+        np.lib.format.open_memmap(path, "w+", dtype, (int(of_tables[name][-1]),))
 
-    count = functools.partial(_count, tars, measure, firsts, catalogue, view)
+    samples = int(firsts[0, -1])
+    count = functools.partial(_count, tars, measure, of_tables, folders)
     tasks = range(0, len(tars), _SHARDS_A_TASK)
     digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
     shards = []
     failures = []
     # A bar for what takes a second.
-    shown = stream if rows["samples"] > _SHOWN_FROM else None
+    shown = stream if samples > _SHOWN_FROM else None
     with (
         worker_pool(count, min(workers, len(tasks))) as run,
-        ProgressBar("samples counted", rows["samples"], shown, is_brief=True) as progress,
+        ProgressBar("samples counted", samples, shown, is_brief=True) as progress,
     ):
         found = run(tasks, lambda through: progress.show(through, through))
         for _, (own, own_failures, own_digest) in found:
@@ -302,9 +303,8 @@ def _count_all(
 def _count(
     tars: Sequence[Path],
     measure: Measure,
-    firsts: ndarray,
-    catalogue: Path | None,
-    view: Path,
+    firsts: Mapping[str, ndarray],
+    folders: Mapping[str, Path],
     begin: int,
     advance: Advance,
 ) -> tuple[list[tuple], list[UserError], bytes]:
@@ -315,15 +315,15 @@ def _count(
     digest = hashlib.sha256()
     shards = []
     failures = []
-    written: dict[str, list[ndarray]] = {name: [] for name in (*TABLES, "lengths", "tiles")}
+    written: dict[str, list[ndarray]] = {name: [] for name in folders}
     for shard, tar in enumerate(tars[begin : begin + _SHARDS_A_TASK], begin):
         try:
             _, tables = read_tables(tar)
-            rows = np.diff(firsts[:, shard : shard + 2])[:, 0].tolist()
-            if measure.text not in tables or [len(tables[name]) for name in TABLES] != rows:
-                raise UserError(f"{tar}: its index has changed while it was read. Start again")
-            faults = measure.faults(tables)
-            lengths, tiles = measure.lengths_and_tiles(tables, faults)
+            for name in TABLES:
+                rows = firsts[name][shard + 1] - firsts[name][shard]
+                if len(tables[name]) != rows or measure.text not in tables:
+                    raise UserError(f"{tar}: its index has changed while it was read. Start again")
+            lengths, tiles, faults = measure.shard(tables)
             if np.count_nonzero(lengths == UNUSABLE) != len(faults):
                 raise UserError(
                     f"{tar}: its index says neither length nor fault of a sample. "
@@ -351,20 +351,11 @@ def _count(
             )
         )
         advance(len(lengths))
-    for name, parts in written.items():
-        if failures:
-            break
-        if name not in TABLES:
-            _write(view, name, parts, firsts[0], begin)
-        elif catalogue is not None:
-            _write(catalogue, name, parts, firsts[list(TABLES).index(name)], begin)
+    if not failures:
+        for name, parts in written.items():
+            values = np.concatenate(parts)
+            with (folders[name] / f"{name}.npy").open("r+b") as stream:
+                behind = int(firsts[name][-1] - firsts[name][begin])
+                stream.seek(-behind * values.itemsize, os.SEEK_END)
+                values.tofile(stream)
     return shards, failures, digest.digest()
-
-
-def _write(folder: Path, name: str, parts: Sequence[ndarray], firsts: ndarray, shard: int) -> None:
-    """Write the rows of neighbouring shards into a table."""
-    with (folder / f"{name}.npy").open("r+b") as stream:
-        values = np.concatenate(parts)
-        behind = firsts[-1] - firsts[shard]
-        stream.seek(-int(behind) * values.itemsize, os.SEEK_END)
-        values.tofile(stream)

@@ -3,6 +3,7 @@
 order of a run --groups packed--> <key>.npy in the view of its first data set: (groups,) int32
 """
 
+import contextlib
 import functools
 import hashlib
 from typing import TextIO
@@ -65,7 +66,7 @@ def with_packs(
         return data
     catalog = Catalog(data.train)
     path = data.train[0].view / f"{order_key(config, catalog)}-{epochs}.npy"
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError, EOFError):
         return data._replace(packs=np.load(path))
     order = pack_order(config, catalog)
     groups = []
