@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import tarfile
 import time
@@ -17,15 +18,17 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import read_index, write_index
+from mmtrain.data.stream import stored
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.stored import stored_data
 
 STEP = ("train.packs_per_step=4", "train.packs_per_microbatch=1")
 
 
-def open_batches(tiny, *overrides, replica=0, replicas=1, first_step=0):
+def open_batches(tiny, *overrides, replica=0, replicas=1, first_step=0, **more):
     config = load_config(tiny / "config.yaml", ["data.workers=0", *STEP, *overrides])
-    return PackedBatches(config, replica, replicas, first_step)
+    return PackedBatches(config, replica, replicas, first_step, **more)
 
 
 def first(batches, count):
@@ -129,6 +132,59 @@ def test_resuming_at_any_step_with_any_layout_gives_the_rest_of_the_sequence(tin
             ]
             resumed += [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
         assert resumed == steps[at[0] : at[0] + len(resumed)], f"cut at {at}"
+
+
+GROUPS = ("data.pack_window=16", "data.shuffle_shards=1")  # several groups an epoch
+
+
+def test_a_resume_computes_no_group_before_that_of_its_checkpoint(tiny):
+    whole = open_batches(tiny, *GROUPS)
+    steps = keys_of(whole, 40, 4)
+    position = json.loads(json.dumps(whole.position_at(31)))
+    resumed = open_batches(tiny, *GROUPS, first_step=31, position=position)
+    compute = resumed.order.group
+    computed = []
+
+    def group(*which):
+        computed.append(which)
+        return compute(*which)
+
+    resumed.order.group = group
+    assert keys_of(resumed, 5, 4) == steps[31:36]
+    assert min(computed) == tuple(position["group"][:2]) > (3, 0)
+
+
+def test_a_position_of_another_order_is_not_taken(tiny):
+    position = open_batches(tiny, *GROUPS).position_at(31)
+    other = ("run.seed=5", *GROUPS)
+    anew = open_batches(tiny, *other, first_step=31)
+    assert keys_of(open_batches(tiny, *other, first_step=31, position=position), 5, 4) == keys_of(
+        anew, 5, 4
+    )
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sequence_does_not_depend_on_what_the_cache_holds(tiny, tmp_path, workers):
+    options = (*GROUPS, f"data.workers={workers}")
+    steps = keys_of(open_batches(tiny, *options), 12, 4)
+    assert keys_of(open_batches(tiny, *options), 12, 4) == steps
+    files = list((tmp_path / "cache").rglob("*.npy"))
+    assert len(files) == 12
+    for path in files:
+        os.truncate(path, path.stat().st_size - 1)
+    assert keys_of(open_batches(tiny, *options), 12, 4) == steps
+    shutil.rmtree(tmp_path / "cache")
+    assert keys_of(open_batches(tiny, *options), 12, 4) == steps
+
+
+def test_data_that_the_launcher_counted_is_not_looked_for_again(tiny, monkeypatch):
+    steps = keys_of(open_batches(tiny), 3, 4)
+    config = load_config(tiny / "config.yaml", [])
+    data = stored_data(config)
+    monkeypatch.setattr(stored, "expand_shards", None)
+    monkeypatch.setattr(stored, "count_samples", None)
+    assert keys_of(open_batches(tiny, data=data), 3, 4) == steps
 
 
 def test_micro_batches_of_two_packs_are_two_of_the_same_packs(tiny):
