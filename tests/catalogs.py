@@ -30,8 +30,8 @@ def stored_set(
     weight: float = 1.0,
     name: str = "",
 ) -> StoredSet:
-    measure = Measure(form.reading, text, layout, max_image_pixels, capacity, held_out)
-    return StoredSet(count_samples(tars, measure), measure, weight, name, form)
+    measure = Measure(form, text, layout, max_image_pixels, capacity, held_out)
+    return StoredSet(count_samples(tars, measure), measure, weight, name)
 
 
 def opened(tars: Sequence[Path], layout: ImageLayout, text: str = "any", **more) -> Catalog:

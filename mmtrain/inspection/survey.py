@@ -116,11 +116,8 @@ def survey(
     text_tokens = None
     catalog = None
     if fingerprint is not None:
-        measure = Measure(
-            form.reading, fingerprint, layout, MAX_IMAGE_PIXELS, Capacity(sys.maxsize)
-        )
-        view = count_samples(tars, measure)
-        catalog = Catalog([StoredSet(view, measure, 1.0, "", form)])
+        measure = Measure(form, fingerprint, layout, MAX_IMAGE_PIXELS, Capacity(sys.maxsize))
+        catalog = Catalog([StoredSet(count_samples(tars, measure), measure)])
         reasons = catalog.reasons
         lengths = catalog.sample_sets[0].lengths
         is_usable = lengths != UNUSABLE

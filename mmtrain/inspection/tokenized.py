@@ -69,14 +69,13 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
     measure = Measure(
-        reading.form.reading,
+        reading.form,
         reading.fingerprint,
         reading.layout,
         MAX_IMAGE_PIXELS,
         Capacity(sys.maxsize),
     )
-    view = count_samples(shards, measure)
-    catalog = Catalog([StoredSet(view, measure, 1.0, "", reading.form)])
+    catalog = Catalog([StoredSet(count_samples(shards, measure), measure)])
     tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those
     # without one.

@@ -24,7 +24,7 @@ from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
-from mmtrain.data.stream.stored import stored_data
+from mmtrain.data.stream.stored import data_sets, evaluated_set, store_set
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,14 @@ def evaluated_samples(
     `packed` are the run's own data, counted here if None.
     """
     fraction = config.eval.fraction
-    data = stored_data(config) if packed is None else packed.data
-    if data.held_out is not None:
-        catalog = Catalog((data.held_out,))
+    if packed is not None:
+        own = packed.data.held_out
+        catalog = Catalog([own]) if own else packed.catalog
     else:
-        catalog = Catalog(data.train)
+        # without the run's own data, which may be elsewhere now
+        own = evaluated_set(config)
+        sets = [own] if own else data_sets(config.data)
+        catalog = Catalog([store_set(config, one, fraction) for one in sets])
     if fraction is None:
         return catalog, range(len(catalog))
     return catalog, catalog.held_out

@@ -223,7 +223,7 @@ class Catalog:
             f"{stored.name}/{key}" if stored.name else key,
             Path(str(self._catalogues[one]["paths"][shard])),
             tuple(members),
-            stored.form,
+            stored.measure.form,
             sizes,
         )
 
@@ -279,7 +279,7 @@ class Catalog:
             remedy = "set data.template to one that holds them"
         raise UserError(
             f"{key}: no sample in {shards:,} shards can be trained on, "
-            f"read as {self.sets[0].form.name} ({why}). Fix them, or {remedy}"
+            f"read as {self.sets[0].measure.form.name} ({why}). Fix them, or {remedy}"
         )
 
 

@@ -32,6 +32,7 @@ from mmtrain.base.durable import held, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
 from mmtrain.base.version import VERSION
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.index import (
     MAKE,
     MEND,
@@ -76,7 +77,7 @@ MakeIndexes = Callable[[Sequence[Path]], None]  # of shards that lack one
 class Measure:
     """The settings that decide how long samples are, and which of them a run trains on."""
 
-    reading: str  # SampleFormat.reading
+    form: SampleFormat
     text: str  # fingerprint of the texts' lengths
     layout: ImageLayout
     max_image_pixels: int
@@ -92,7 +93,7 @@ class Measure:
         counts = counts_of(ends)
         of_images, unfit = positions_and_tiles(tables, self.layout)
         # The first fault that a sample is found to have stays.
-        faults = unfit | faults_of(tables, self.reading, self.text)
+        faults = unfit | faults_of(tables, self.form.reading, self.text)
         if self.layout.takes_images:
             images = tables["images"]
             limit = self.max_image_pixels
@@ -250,7 +251,7 @@ def _rows(tars: Sequence[Path], measure: Measure) -> list[tuple[int, ...] | None
     rows: list[tuple[int, ...] | None] = []
     for header in index_headers(tars):
         of_shard = None
-        if header and measure.text in header.texts and measure.reading in header.readings:
+        if header and measure.text in header.texts and measure.form.reading in header.readings:
             of_shard = tuple(header.tables[name] for name in TABLES)
         rows.append(of_shard)
     return rows

@@ -35,7 +35,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.order import BEGIN, PlannedPack, Position
-from mmtrain.data.stream.pack_counts import order_key, pack_order
+from mmtrain.data.stream.pack_counts import order_key, pack_order, with_packs
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
 from mmtrain.data.stream.stored import StoredData, stored_data
 from mmtrain.runtime.child import die_with_parent
@@ -69,7 +69,7 @@ class PackedBatches:
         assert 0 <= self.replica < self.replicas, f"replica {self.replica} of {self.replicas}"
         config = self.config
         if self.data is None:
-            self.data = stored_data(config)
+            self.data = with_packs(config, stored_data(config), 1, None)
         self.processor = Processor(config)
         self.catalog = Catalog(self.data.train)
         if config.data.overlong == "refuse":

@@ -39,9 +39,8 @@ class StoredSet(NamedTuple):
 
     view: Path  # of `counting`; it lies in its catalogue
     measure: Measure
-    weight: float
-    name: str
-    form: SampleFormat
+    weight: float = 1.0
+    name: str = ""  # where there are several
 
 
 class StoredData(NamedTuple):
@@ -108,7 +107,7 @@ def store_set(
     layout = models_of(config).layout
     how = Tokenization(config.model.llm.path, data.template, layout, one.form)
     measure = Measure(
-        one.form.reading,
+        one.form,
         how.fingerprint,
         layout,
         data.max_image_pixels,
@@ -127,7 +126,7 @@ def store_set(
         index_missing(missing, how, tars, workers=workers, stream=stream)
 
     view = count_samples(one.shards, measure, make, workers=workers, stream=stream)
-    return StoredSet(view, measure, one.weight, one.name, one.form)
+    return StoredSet(view, measure, one.weight, one.name)
 
 
 def stored_data(config: RunConfig) -> StoredData:

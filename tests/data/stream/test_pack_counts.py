@@ -25,7 +25,7 @@ def test_whole_epochs_are_counted_once_and_give_steps_and_packs(
 ):
     config = config_of(tiny, "train.max_steps=null", "train.epochs=3")
     data = with_packs(config, stored_data(config), workers, None)
-    walked = PackedBatches(config, 0, 1)
+    walked = PackedBatches(config, 0, 1, data=stored_data(config))
     counted = PackedBatches(config, 0, 1, data=data)
     assert counted.max_steps == walked.max_steps
     epochs = [counted.order.first_pack(epoch) for epoch in range(4)]
