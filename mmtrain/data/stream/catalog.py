@@ -260,17 +260,16 @@ class Catalog:
         if not len(useless):
             return
         shards = len(one.unusable)
-        first = self._catalogues[0]["paths"][useless[0]]
-        reasons = self.reasons
-        if len(useless) < shards:
-            reasons = Counter(reason for reason, _ in self._faults(0, int(useless[0])).values())
-        why = listed_reasons(reasons, "; ") or "no samples"
+        reasons = Counter(reason for reason, _ in self._faults(0, int(useless[0])).values())
         if len(useless) < shards:
             _log.warning(
                 f"{key}: {len(useless):,} of {shards:,} shards hold no sample that can be trained "
-                f"on; the first is {first} ({why})"
+                f"on; the first is {self._catalogues[0]['paths'][useless[0]]} "
+                f"({listed_reasons(reasons, '; ') or 'no samples'})"
             )
             return
+        reasons = self.reasons
+        why = listed_reasons(reasons, "; ") or "no samples"
         option = "data.format or data.sets.N.format"
         if key.startswith("eval."):
             option = "eval.format"
