@@ -5,11 +5,15 @@ numbers.
 from __future__ import annotations
 
 import importlib
+import tarfile
 from dataclasses import replace
 
 import bench
+import bench_data_acts
+import bench_data_shards
 import pytest
 import torch
+from bench_data import growth
 from bench_models import SHAPES, equal_steps, noise_image, padded, random_llava, with_shared_weights
 from bench_race import TOLERANCES, UnequalError, Work, race
 from bench_rivals import Stock
@@ -71,6 +75,30 @@ def test_only_contestants_that_compute_the_same_get_numbers(error, expected):
     assert expected in str(found)
 
 
+def test_synthetic_shards_are_read_without_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bench_data_acts.write(tmp_path, "2000")
+    bench_data_acts.count(tmp_path, "all")
+    found = bench_data_acts.prepare(tmp_path)
+    assert found["groups"] == 1
+    assert bench_data_acts.batch(tmp_path, "border of epochs")["first_seconds"] > 0
+
+
+def test_whole_tars_differ_in_their_keys(tmp_path):
+    bench_data_shards.write_real_tars(tmp_path / "tars", 2)
+    for shard, path in enumerate(sorted((tmp_path / "tars").iterdir())):
+        with tarfile.open(path) as tar:
+            names = tar.getnames()
+        assert len(names) == 2000
+        assert names[-1] == f"{shard:06d}999.jpg"
+
+
+def test_growth_is_the_exponent_of_a_power():
+    assert growth({10: 5.0, 100: 50.0, 1000: 500.0}) == pytest.approx(1)
+    assert growth({10: 0.3, 1000: 0.3}) == pytest.approx(0)
+    assert growth({10: 0.3}) is None
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -78,6 +106,7 @@ def test_only_contestants_that_compute_the_same_get_numbers(error, expected):
     [
         "peers --quick",
         "plan --quick",
+        "data --samples 2000",
         "gpu --quick --shape tiny --device cpu --samples-per-pack 3",
     ],
 )

@@ -21,6 +21,7 @@ COMMANDS = {
     "encoder_plans": "plans of real models with the encoder in slices, against others; "
     "nothing runs",
     "loader": "samples a second, against webdataset and the images alone",
+    "data": "counting, opening and planning data sets of up to 100 million samples",
     "mixers": "recurrent layers of hybrid LLMs over packs, against the stock mixer, which leaks",
     "gpu": "a 7B-shaped model on one CUDA device, against the stock loop",
 }
