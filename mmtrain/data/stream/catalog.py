@@ -212,12 +212,12 @@ class Catalog:
         tables = self._tables(one, shard)
         suffixes = suffix_texts(tables)
         members = []
-        for suffix, *rest in _row(tables, "member_end", "members", place).tolist():
+        for suffix, *rest in _row(tables, "members", place).tolist():
             members.append(Member(suffixes[suffix], *rest))
-        key = _row(tables, "key_end", "keys", place).tobytes().decode()
+        key = _row(tables, "keys", place).tobytes().decode()
         sizes: Sizes = ()
         if self.layout.is_sized:
-            sizes = tuple(_row(tables, "image_end", "images", place).tolist())
+            sizes = tuple(_row(tables, "images", place).tolist())
         stored = self.sets[one]
         return Place(
             f"{stored.name}/{key}" if stored.name else key,
@@ -282,10 +282,11 @@ class Catalog:
         )
 
 
-def _row(tables: Tables, ends: str, name: str, place: int) -> ndarray:
+def _row(tables: Tables, name: str, place: int) -> ndarray:
     """Return the rows of a table that belong to a sample."""
-    begin = tables["samples"][ends][place - 1] if place else 0
-    return tables[name][begin : tables["samples"][ends][place]]
+    counts = tables["samples"][name]
+    begin = int(counts[:place].sum())
+    return tables[name][begin : begin + int(counts[place])]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Count the samples of a data set once, on all cores, into files that every process maps.
 
 tars and indexes --sizes, times--> CACHE/catalog/<data set>-<state>/, the catalogue:
-    each table of `index.TABLES` over all shards, with each shard's own ends and suffixes
+    each table of `index.TABLES` over all shards, with each shard's own suffixes
     firsts    (tables, shards + 1) i8: number of each shard's first row of each table
     paths     (shards,) of the tars
 catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
@@ -39,7 +39,6 @@ from mmtrain.data.shards.index import (
     TABLES,
     Faults,
     Tables,
-    counts_of,
     faults_of,
     index_path,
     read_tables,
@@ -89,11 +88,10 @@ class Measure:
         that can never be trained on.
         """
         samples = tables["samples"]
-        ends = samples["image_end"]
-        counts = counts_of(ends)
+        counts = samples["images"]
         of_images, unfit = positions_and_tiles(tables, self.layout)
         # The first fault that a sample is found to have stays.
-        faults = unfit | faults_of(tables, self.form.reading, self.text)
+        faults = unfit | faults_of(tables, self.text, self.form.reading)
         if self.layout.takes_images:
             images = tables["images"]
             limit = self.max_image_pixels
@@ -108,13 +106,13 @@ class Measure:
                 faults.setdefault(place, ("no_encoder", f"{counts[place]} images"))
 
         # above 32 bits: too long for any pack in any case
-        lengths = np.minimum(tables[self.text] + sums_of(of_images[:, 0], ends), _LONGEST)
+        lengths = np.minimum(tables[self.text] + sums_of(of_images[:, 0], counts), _LONGEST)
         lengths = lengths.astype(np.int32)
         lengths[list(faults)] = UNUSABLE
         if self.held_out_fraction is not None:
             bound = math.ceil(self.held_out_fraction * 2**64)
             lengths[samples["key_hash"] < np.uint64(bound)] *= -1
-        tiles = np.minimum(sums_of(of_images[:, 1], ends), _LONGEST)
+        tiles = np.minimum(sums_of(of_images[:, 1], counts), _LONGEST)
         return lengths, tiles.astype(np.int32), faults
 
 
@@ -124,7 +122,7 @@ def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, F
     Both are 0 where an image cannot be cut.
     """
     images = tables["images"]
-    counts = counts_of(tables["samples"]["image_end"])
+    counts = tables["samples"]["images"]
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (len(images), 1)), {}
@@ -337,7 +335,7 @@ def _count(
         for name, parts in written.items():
             parts.append(tables[name])
         crc32 = tables["members"]["crc32"]
-        for values in (tables["keys"], tables["samples"]["key_end"], crc32, lengths):
+        for values in (tables["keys"], tables["samples"]["keys"], crc32, lengths):
             digest.update(values.tobytes())
 
         capacity = measure.capacity
