@@ -6,7 +6,6 @@ sets of samples --order.PackOrder, as training plans-->
     Fill: packs, share of their tokens that is no padding
 """
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,12 @@ import numpy as np
 from numpy import ndarray
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.shards.index import MAKE, faults_of, read_tables, sums_of
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.counting import Measure, count_samples, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
-from mmtrain.data.stream.stored import StoredSet
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -115,8 +112,7 @@ def survey(
     text_tokens = None
     catalog = None
     if fingerprint is not None:
-        measure = Measure(form, fingerprint, layout, MAX_IMAGE_PIXELS, Capacity(sys.maxsize))
-        catalog = Catalog([StoredSet(count_samples(tars, measure), measure)])
+        catalog = Catalog([count_samples(tars, Measure(form, fingerprint, layout))])
         reasons = catalog.reasons
         lengths = catalog.sample_sets[0].lengths
         is_usable = lengths != UNUSABLE

@@ -13,15 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import BadSample, Turns
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample, Sizes
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.counting import Measure, count_samples
-from mmtrain.data.stream.order import Capacity
-from mmtrain.data.stream.stored import StoredSet
 from mmtrain.inspection.reading import Reading
 from mmtrain.layouts.layout import ImageLayout
 
@@ -68,14 +65,8 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    measure = Measure(
-        reading.form,
-        reading.fingerprint,
-        reading.layout,
-        MAX_IMAGE_PIXELS,
-        Capacity(sys.maxsize),
-    )
-    catalog = Catalog([StoredSet(count_samples(shards, measure), measure)])
+    measure = Measure(reading.form, reading.fingerprint, reading.layout)
+    catalog = Catalog([count_samples(shards, measure)])
     tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those
     # without one.

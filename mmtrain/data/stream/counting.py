@@ -13,6 +13,8 @@ catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
 A table is a file NAME.npy.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import hashlib
@@ -22,22 +24,24 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 from numpy import ndarray
 
 from mmtrain.base.cache import cache_folder
-from mmtrain.base.durable import held, whole_folder
+from mmtrain.base.durable import held, leftovers, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
 from mmtrain.base.version import VERSION
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.index import (
     MAKE,
     MEND,
     TABLES,
     Faults,
+    Header,
     Tables,
     faults_of,
     index_path,
@@ -47,7 +51,7 @@ from mmtrain.data.shards.index import (
 from mmtrain.data.shards.index import VERSION as INDEX_VERSION
 from mmtrain.data.shards.indexing import index_headers, raise_all
 from mmtrain.data.shards.pool import Advance, worker_pool
-from mmtrain.data.stream.order import UNUSABLE, Capacity
+from mmtrain.data.stream.order import ANY_SIZE, UNUSABLE, Capacity
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
 CATALOGUE = (*TABLES, "firsts", "paths")
@@ -72,6 +76,15 @@ _LONGEST = np.iinfo(np.int32).max
 MakeIndexes = Callable[[Sequence[Path]], None]  # of shards that lack one
 
 
+class StoredSet(NamedTuple):
+    """A data set whose samples are counted: what a process needs to open it."""
+
+    view: Path  # it lies in its catalogue
+    measure: Measure
+    weight: float = 1.0
+    name: str = ""  # where there are several
+
+
 @dataclass(frozen=True)
 class Measure:
     """The settings that decide how long samples are, and which of them a run trains on."""
@@ -79,8 +92,8 @@ class Measure:
     form: SampleFormat
     text: str  # fingerprint of the texts' lengths
     layout: ImageLayout
-    max_image_pixels: int
-    capacity: Capacity
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    capacity: Capacity = ANY_SIZE
     held_out_fraction: float | None = None
 
     def shard(self, tables: Tables) -> tuple[ndarray, ndarray, Faults]:
@@ -122,25 +135,22 @@ def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, F
     Both are 0 where an image cannot be cut.
     """
     images = tables["images"]
-    counts = tables["samples"]["images"]
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
         return np.tile(np.array(of_image, np.int64), (len(images), 1)), {}
 
     # Each size is cut once: data sets have few.
+    counts = tables["samples"]["images"]
     places = np.repeat(np.arange(len(counts)), counts)
     columns = np.column_stack([images["width"], images["height"], counts[places] == 1])
     kinds, kind_of_image = np.unique(columns, axis=0, return_inverse=True)
     kind_of_image = kind_of_image.reshape(-1)
     of_kind = np.zeros((len(kinds), 2), np.int64)
-    unfit = {}
+    faults: Faults = {}
     for kind, (width, height, is_alone) in enumerate(kinds.tolist()):
         of_kind[kind], fault = _cut(layout, width, height, 1 if is_alone else 2)
         if fault is not None:
-            unfit[kind] = fault
-    faults: Faults = {}
-    for image in np.flatnonzero(np.isin(kind_of_image, list(unfit))).tolist():
-        faults[int(places[image])] = unfit[int(kind_of_image[image])]
+            faults |= dict.fromkeys(places[kind_of_image == kind].tolist(), fault)
     return of_kind[kind_of_image], faults
 
 
@@ -158,19 +168,32 @@ def _cut(
     return (tiling.positions, tiling.tiles), None
 
 
-def mapped(folder: Path, names: Sequence[str]) -> Tables:
-    """Map tables of the cache. Raises OSError, ValueError or EOFError for one that is not whole."""
-    tables = {}
-    for name in names:
-        tables[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-    return tables
+def mapped(view: Path) -> Tables:
+    """Map the tables of a view and its catalogue.
+
+    Raises OSError, ValueError or EOFError for one that is not whole.
+    """
+    return {name: _mapped(path) for name, path in _paths(view).items()}
 
 
-def _is_whole(folder: Path, names: Sequence[str]) -> bool:
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        mapped(folder, names)
-        return True
-    return False
+def _mapped(path: Path) -> ndarray:
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def _paths(view: Path) -> dict[str, Path]:
+    paths = {name: view.parent / f"{name}.npy" for name in CATALOGUE}
+    return paths | {name: view / f"{name}.npy" for name in VIEW}
+
+
+def _missing(view: Path) -> dict[str, Path]:
+    """Return the files of a view and its catalogue that are not whole."""
+    missing = {}
+    for name, path in _paths(view).items():
+        try:
+            _mapped(path)
+        except (OSError, ValueError, EOFError):
+            missing[name] = path
+    return missing
 
 
 def count_samples(
@@ -180,57 +203,54 @@ def count_samples(
     *,
     workers: int = 1,
     stream: TextIO | None = None,
-) -> Path:
-    """Return the view of a data set, in its catalogue in the cache; make both if need be.
+) -> StoredSet:
+    """Count a data set into its view in the cache; make that and its catalogue if need be.
 
     Shards without an index, or without such lengths, are given to `make`. Raises UserError for
     indexes that are stale or damaged, for missing ones without `make`, and for a cache that cannot
     be written. Cost: 0.5 us a sample of one of the cores.
     """
-    folder = _catalogue(tars)
-    key = hashlib.sha256(f"{VERSION} {measure}".encode()).hexdigest()[:24]
-    if folder is not None and _is_whole(folder, CATALOGUE) and _is_whole(folder / key, VIEW):
-        return folder / key
-    rows = _rows(tars, measure)
-    if None in rows and make is not None:
-        make([tar for tar, of_shard in zip(tars, rows, strict=True) if of_shard is None])
-        rows = _rows(tars, measure)
-    if None in rows:
-        tar = tars[rows.index(None)]
+    view = _view(tars, measure)
+    if view is not None and not _missing(view):
+        return StoredSet(view, measure)
+    headers, unready = _headers(tars, measure)
+    if unready and make is not None:
+        make(unready)
+        headers, unready = _headers(tars, measure)
+    if unready:
         raise UserError(
-            f"{tar}: its index has no token lengths for this format, tokenizer and "
-            f"template. Make them: {MAKE} {tar}"
+            f"{unready[0]}: its index has no token lengths for this format, tokenizer and "
+            f"template. Make them: {MAKE} {unready[0]}"
         )
-    folder = _catalogue(tars)
-    assert folder is not None, "every shard has an index"
-    firsts = np.cumsum([[0] * len(TABLES), *rows], axis=0, dtype=np.int64).T
-    count = functools.partial(_count_all, tars, measure, firsts, workers, stream)
+    view = _view(tars, measure)
+    assert view is not None, "every shard has an index"
+    catalogue = view.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with held(folder.with_name(f".{folder.name}.lock"), wait=True):
-            if not _is_whole(folder, CATALOGUE):
-                # with catalogues of shards or indexes that were replaced
-                for other in folder.parent.glob(f"{folder.name.split('-')[0]}-*"):
+        view.mkdir(parents=True, exist_ok=True)
+        with held(catalogue / ".lock", wait=True), contextlib.ExitStack() as written:
+            # of killed processes; catalogues of shards or indexes that were replaced
+            for leftover in catalogue.rglob(leftovers("*")):
+                leftover.unlink()
+            for other in catalogue.parent.glob(f"{catalogue.name.split('-')[0]}-*"):
+                if other != catalogue:
                     shutil.rmtree(other)
-                with whole_folder(folder) as unfinished:
-                    (unfinished / key).mkdir()
-                    count(unfinished, unfinished / key)
-            elif not _is_whole(folder / key, VIEW):
-                shutil.rmtree(folder / key, ignore_errors=True)
-                with whole_folder(folder / key) as unfinished:
-                    count(None, unfinished)
+            files = {}
+            for name, path in _missing(view).items():
+                files[name] = written.enter_context(whole_file(path))
+            if files:
+                _count_all(tars, measure, headers, files, workers, stream)
     except OSError as error:
         # else another process was faster, on a disk without locks
-        if not _is_whole(folder / key, VIEW):
+        if _missing(view):
             raise UserError(
-                f"{folder}: cannot be written ({error.strerror}). Free space, "
+                f"{view}: cannot be written ({error.strerror}). Free space, "
                 "or set XDG_CACHE_HOME to a folder that can be written"
             ) from error
-    return folder / key
+    return StoredSet(view, measure)
 
 
-def _catalogue(tars: Sequence[Path]) -> Path | None:
-    """Return where a catalogue is kept while tars and indexes stay; None without all indexes."""
+def _view(tars: Sequence[Path], measure: Measure) -> Path | None:
+    """Return where a view is kept while tars and indexes stay; None without all indexes."""
     data_set = hashlib.sha256(str(INDEX_VERSION).encode())
     state = hashlib.sha256()
     for tar in tars:
@@ -240,45 +260,46 @@ def _catalogue(tars: Sequence[Path]) -> Path | None:
                 state.update(f"{found.st_size} {found.st_mtime_ns} ".encode())
         except OSError:
             return None
-    name = f"{data_set.hexdigest()[:24]}-{state.hexdigest()[:24]}"
-    return cache_folder("catalog") / name
+    key = hashlib.sha256(f"{VERSION} {measure}".encode())
+    names = [digest.hexdigest()[:24] for digest in (data_set, state, key)]
+    return cache_folder("catalog") / "-".join(names[:2]) / names[2]
 
 
-def _rows(tars: Sequence[Path], measure: Measure) -> list[tuple[int, ...] | None]:
-    """Return the rows of each shard's tables; None without an index that can be measured."""
-    rows: list[tuple[int, ...] | None] = []
-    for header in index_headers(tars):
-        of_shard = None
+def _headers(tars: Sequence[Path], measure: Measure) -> tuple[list[Header], list[Path]]:
+    """Return the first line of each index, and the shards without one that can be measured."""
+    headers = []
+    unready = []
+    for tar, header in zip(tars, index_headers(tars), strict=True):
         if header and measure.text in header.texts and measure.form.reading in header.readings:
-            of_shard = tuple(header.tables[name] for name in TABLES)
-        rows.append(of_shard)
-    return rows
+            headers.append(header)
+        else:
+            unready.append(tar)
+    return headers, unready
 
 
 def _count_all(
     tars: Sequence[Path],
     measure: Measure,
-    firsts: ndarray,
+    headers: Sequence[Header],
+    files: Mapping[str, Path],
     workers: int,
     stream: TextIO | None,
-    catalogue: Path | None,
-    view: Path,
 ) -> None:
-    """Write a view, and a catalogue unless it is None."""
-    folders = {"lengths": view, "tiles": view}
-    if catalogue is not None:
-        folders |= dict.fromkeys(TABLES, catalogue)
-        np.save(catalogue / "firsts.npy", firsts)
-        np.save(catalogue / "paths.npy", np.array(list(map(str, tars))))
-    of_tables = dict(zip(TABLES, firsts, strict=True))
-    of_tables |= {"lengths": firsts[0], "tiles": firsts[0]}
-    for name, folder in folders.items():
+    """Write tables of a view and its catalogue."""
+    firsts = {}
+    for name in TABLES:
+        firsts[name] = np.cumsum([0, *(header.tables[name] for header in headers)])
+    small = {
+        "firsts": np.array(list(firsts.values())),
+        "paths": np.array(list(map(str, tars))),
+    }
+    firsts |= dict.fromkeys(("lengths", "tiles"), firsts["samples"])
+    for name in files.keys() & firsts.keys():
         dtype = TABLES.get(name, np.dtype(np.int32))
-        path = folder / f"{name}.npy"
-        np.lib.format.open_memmap(path, "w+", dtype, (int(of_tables[name][-1]),))
+        np.lib.format.open_memmap(files[name], "w+", dtype, (int(firsts[name][-1]),))
 
-    samples = int(firsts[0, -1])
-    count = functools.partial(_count, tars, measure, of_tables, folders)
+    samples = int(firsts["samples"][-1])
+    count = functools.partial(_count, tars, measure, headers, firsts, files)
     tasks = range(0, len(tars), _SHARDS_A_TASK)
     digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
     shards = []
@@ -295,15 +316,19 @@ def _count_all(
             failures += own_failures
             digest.update(own_digest)
     raise_all(failures, len(tars))
-    np.save(view / "shards.npy", np.array(shards, SHARDS))
-    np.save(view / "digest.npy", np.array(digest.hexdigest()))
+    small["shards"] = np.array(shards, SHARDS)
+    small["digest"] = np.array(digest.hexdigest())
+    for name in files.keys() & small.keys():
+        with files[name].open("wb") as file:
+            np.save(file, small[name])
 
 
 def _count(
     tars: Sequence[Path],
     measure: Measure,
+    headers: Sequence[Header],
     firsts: Mapping[str, ndarray],
-    folders: Mapping[str, Path],
+    files: Mapping[str, Path],
     begin: int,
     advance: Advance,
 ) -> tuple[list[tuple], list[UserError], bytes]:
@@ -314,14 +339,12 @@ def _count(
     digest = hashlib.sha256()
     shards = []
     failures = []
-    written: dict[str, list[ndarray]] = {name: [] for name in folders}
+    written: dict[str, list[ndarray]] = {name: [] for name in files.keys() & firsts.keys()}
     for shard, tar in enumerate(tars[begin : begin + _SHARDS_A_TASK], begin):
         try:
-            _, tables = read_tables(tar)
-            for name in TABLES:
-                rows = firsts[name][shard + 1] - firsts[name][shard]
-                if len(tables[name]) != rows or measure.text not in tables:
-                    raise UserError(f"{tar}: its index has changed while it was read. Start again")
+            header, tables = read_tables(tar)
+            if header != headers[shard]:
+                raise UserError(f"{tar}: its index has changed while it was read. Start again")
             lengths, tiles, faults = measure.shard(tables)
             if np.count_nonzero(lengths == UNUSABLE) != len(faults):
                 raise UserError(
@@ -353,7 +376,7 @@ def _count(
     if not failures:
         for name, parts in written.items():
             values = np.concatenate(parts)
-            with (folders[name] / f"{name}.npy").open("r+b") as stream:
+            with files[name].open("r+b") as stream:
                 behind = int(firsts[name][-1] - firsts[name][begin])
                 stream.seek(-behind * values.itemsize, os.SEEK_END)
                 values.tofile(stream)

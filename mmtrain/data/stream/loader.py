@@ -111,7 +111,7 @@ class PackedBatches:
         fill = tokens / (len(group) * capacity.tokens)
         packs = round(epoch.planned / len(group.samples) * len(group))
         about = "about " if epoch.groups > 1 else ""
-        if self.order.counts is not None:
+        if len(self.order.counts):
             packs = self.order.first_pack(1)
             about = ""
         overlong = "too long for a pack"

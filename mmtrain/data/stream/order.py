@@ -15,6 +15,7 @@ or the workers. Shards and groups are permuted by numpy's RandomState, whose str
 
 import functools
 import hashlib
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ class Capacity:
         if self.tiles is not None:
             fits &= tiles <= self.tiles
         return fits
+
+
+ANY_SIZE = Capacity(sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,12 @@ def _planned(visits: ndarray) -> int:
     return int(visits["end"].max(initial=0))
 
 
+def _seed(purpose: str, dtype: str) -> ndarray:
+    return np.frombuffer(hashlib.sha256(purpose.encode()).digest(), dtype)
+
+
 def _random(purpose: str) -> np.random.RandomState:
-    return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
+    return np.random.RandomState(_seed(purpose, "<u4"))
 
 
 def _hashed(values: ndarray) -> ndarray:
@@ -238,17 +246,13 @@ class PackOrder:
     capacity: Capacity
     shuffle_shards: int
     pack_window: int
-    counts: ndarray | None = None
+    counts: Sequence[int] | ndarray = ()
     start: Position = BEGIN
 
     def __post_init__(self) -> None:
         self.epoch = functools.lru_cache(_EPOCHS_KEPT)(self._epoch)
         self.group = functools.lru_cache(_GROUPS_KEPT)(self._group)
-        self._positions = [self.start]
-        if self.counts is not None:
-            self._positions = [BEGIN]
-            for packs in self.counts.tolist():
-                self._positions.append(self._following(packs))
+        self._positions = [BEGIN if len(self.counts) else self.start]
         self._offsets = np.cumsum([0, *(len(one.lengths) for one in self.sets)])
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -346,16 +350,18 @@ class PackOrder:
         return self._positions[at - 1]
 
     def _append(self) -> None:
-        """Compute the group whose position is the last known one, for the next position."""
-        epoch, group, _ = self._positions[-1]
-        self._positions.append(self._following(len(self.group(epoch, group))))
-
-    def _following(self, packs: int) -> Position:
-        """Return the position after the last known one, whose group has so many packs."""
+        """Append the position after the last known one, whose group is packed unless counted."""
         epoch, group, first_pack = self._positions[-1]
-        if group + 1 < self.epoch(epoch).groups:
-            return Position(epoch, group + 1, first_pack + packs)
-        return Position(epoch + 1, 0, first_pack + packs)
+        number = len(self._positions) - 1
+        if number < len(self.counts):
+            first_pack += int(self.counts[number])
+        else:
+            first_pack += len(self.group(epoch, group))
+        group += 1
+        if group == self.epoch(epoch).groups:
+            epoch += 1
+            group = 0
+        self._positions.append(Position(epoch, group, first_pack))
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Return packs [first, first + count); raises UserError where an epoch holds none."""
@@ -422,12 +428,10 @@ def _drawn(one: SampleSet, purpose: str, visits: ndarray) -> ndarray:
     sizes = one.firsts[visits["shard"] + 1] - firsts
     visit = np.repeat(np.arange(len(visits)), sizes)
     numbers = np.arange(len(visit)) + (firsts - np.cumsum(sizes) + sizes)[visit]
-    passes, pass_of = np.unique(visits["pass"], return_inverse=True)
-    seeds = []
-    for number in passes.tolist():
-        digest = hashlib.sha256(f"samples {purpose} {number}".encode()).digest()
-        seeds.append(int.from_bytes(digest[:8], "little"))
-    keys = _hashed(_hashed(numbers) ^ np.array(seeds, np.uint64)[pass_of[visit]])
+    seeds = np.empty(visits["pass"].max(initial=0) + 1, np.uint64)
+    for number in range(len(seeds)):
+        seeds[number] = _seed(f"samples {purpose} {number}", "<u8")[0]
+    keys = _hashed(_hashed(numbers) ^ seeds[visits["pass"][visit]])
     numbers = numbers[np.lexsort((keys, visit))]
 
     is_kept = one.lengths[numbers] >= 0

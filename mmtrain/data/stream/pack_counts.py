@@ -6,6 +6,7 @@ order of a run --groups packed--> <key>.npy in the view of its first data set: (
 import contextlib
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import TextIO
 
 import numpy as np
@@ -16,37 +17,29 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.pool import Advance, worker_pool
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.order import BEGIN, PackOrder, Position
+from mmtrain.data.stream.order import BEGIN, Capacity, PackOrder, Position
 from mmtrain.data.stream.stored import StoredData
 
 
 def pack_order(
     config: RunConfig,
     catalog: Catalog,
-    counts: ndarray | None = None,
+    counts: Sequence[int] | ndarray = (),
     start: Position = BEGIN,
 ) -> PackOrder:
     """Return a run's order."""
+    return PackOrder(catalog.sample_sets, *_settings(config, catalog), counts, start)
+
+
+def _settings(config: RunConfig, catalog: Catalog) -> tuple[int, Capacity, int, int]:
     data = config.data
-    return PackOrder(
-        catalog.sample_sets,
-        config.run.seed,
-        catalog.capacity,
-        data.shuffle_shards,
-        data.pack_window,
-        counts,
-        start,
-    )
+    return config.run.seed, catalog.capacity, data.shuffle_shards, data.pack_window
 
 
 def order_key(config: RunConfig, catalog: Catalog) -> str:
     """Return an identity of a run's order."""
-    data = config.data
     weights = [one.weight for one in catalog.sample_sets]
-    text = (
-        f"{catalog.fingerprint} {weights} {config.run.seed} {catalog.capacity} "
-        f"{data.shuffle_shards} {data.pack_window}"
-    )
+    text = f"{catalog.fingerprint} {weights} {_settings(config, catalog)}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

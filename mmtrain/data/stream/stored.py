@@ -18,7 +18,7 @@ from mmtrain.data.shards.detection import sample_format
 from mmtrain.data.shards.index import MAKE
 from mmtrain.data.shards.indexing import index_missing
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.counting import Measure, count_samples
+from mmtrain.data.stream.counting import Measure, StoredSet, count_samples
 from mmtrain.data.stream.order import Capacity
 from mmtrain.facts.models import models_of
 
@@ -34,21 +34,12 @@ class DataSet(NamedTuple):
     form: SampleFormat = LLAVA
 
 
-class StoredSet(NamedTuple):
-    """A data set whose samples are counted: what a process needs to open it."""
-
-    view: Path  # of `counting`; it lies in its catalogue
-    measure: Measure
-    weight: float = 1.0
-    name: str = ""  # where there are several
-
-
 class StoredData(NamedTuple):
     """All data of a run."""
 
     train: tuple[StoredSet, ...]
     held_out: StoredSet | None  # of eval.shards
-    packs: ndarray | None = None  # of each group, for a run of whole epochs
+    packs: Sequence[int] | ndarray = ()  # of each group, for a run of whole epochs
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
@@ -125,8 +116,8 @@ def store_set(
             )
         index_missing(missing, how, tars, workers=workers, stream=stream)
 
-    view = count_samples(one.shards, measure, make, workers=workers, stream=stream)
-    return StoredSet(view, measure, one.weight, one.name)
+    stored = count_samples(one.shards, measure, make, workers=workers, stream=stream)
+    return stored._replace(weight=one.weight, name=one.name)
 
 
 def stored_data(config: RunConfig) -> StoredData:
