@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.shards.index import MAKE, faults_of, read_tables, sums_of
+from mmtrain.data.shards.index import faults_of, other_reading, read_tables, sums_of
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.counting import Measure, count_samples, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
@@ -93,10 +92,7 @@ def survey(
         sizes.append(tables["images"].view("<i4").reshape(-1, 2))
         taken.append(positions_and_tiles(tables, layout)[0])
         if form.reading not in header.readings:
-            raise UserError(
-                f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
-                f"Index it: {MAKE} {tar}"
-            )
+            raise other_reading(tar, header)
         faults = faults_of(tables, form.reading)
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(header.texts), tuple(header.readings)))

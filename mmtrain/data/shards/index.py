@@ -202,6 +202,13 @@ def _fault_rows(tables: Tables) -> dict[str, list[_FaultRow]]:
     return _Faults.model_validate(json.loads(tables["faults"].tobytes())).root
 
 
+def other_reading(tar: Path, header: Header) -> UserError:
+    return UserError(
+        f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
+        f"Index it: {MAKE} {tar}"
+    )
+
+
 def suffix_texts(tables: Tables) -> list[str]:
     """Return the suffixes of a shard's members, by number."""
     return tables["suffixes"].tobytes().decode().split("\0")[:-1]

@@ -45,6 +45,7 @@ from mmtrain.data.shards.index import (
     Tables,
     faults_of,
     index_path,
+    other_reading,
     read_tables,
     sums_of,
 )
@@ -72,8 +73,6 @@ _SHARDS_A_TASK = 64
 _SHOWN_FROM = 1_000_000  # samples: they take a second
 _SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
 _LONGEST = np.iinfo(np.int32).max
-
-MakeIndexes = Callable[[Sequence[Path]], None]  # of shards that lack one
 
 
 class StoredSet(NamedTuple):
@@ -199,28 +198,28 @@ def _missing(view: Path) -> dict[str, Path]:
 def count_samples(
     tars: Sequence[Path],
     measure: Measure,
-    make: MakeIndexes | None = None,
+    make: Callable[[], None] | None = None,
     *,
     workers: int = 1,
     stream: TextIO | None = None,
 ) -> StoredSet:
     """Count a data set into its view in the cache; make that and its catalogue if need be.
 
-    Shards without an index, or without such lengths, are given to `make`. Raises UserError for
-    indexes that are stale or damaged, for missing ones without `make`, and for a cache that cannot
-    be written. Cost: 0.5 us a sample of one of the cores.
+    `make` makes indexes or lengths that are missing. Raises UserError for indexes that are stale or
+    damaged, for missing ones without `make`, and for a cache that cannot be written. Cost: 0.5 us a
+    sample of one of the cores.
     """
     view = _view(tars, measure)
     if view is not None and not _missing(view):
         return StoredSet(view, measure)
-    headers, unready = _headers(tars, measure)
-    if unready and make is not None:
-        make(unready)
-        headers, unready = _headers(tars, measure)
-    if unready:
+    headers, missing = index_headers(tars, measure.text)
+    if missing and make is not None:
+        make()
+        headers, missing = index_headers(tars, measure.text)
+    if missing:
         raise UserError(
-            f"{unready[0]}: its index has no token lengths for this format, tokenizer and "
-            f"template. Make them: {MAKE} {unready[0]}"
+            f"{missing[0]}: its index has no token lengths for this format, tokenizer and "
+            f"template. Make them: {MAKE} {missing[0]}"
         )
     view = _view(tars, measure)
     assert view is not None, "every shard has an index"
@@ -263,18 +262,6 @@ def _view(tars: Sequence[Path], measure: Measure) -> Path | None:
     key = hashlib.sha256(f"{VERSION} {measure}".encode())
     names = [digest.hexdigest()[:24] for digest in (data_set, state, key)]
     return cache_folder("catalog") / "-".join(names[:2]) / names[2]
-
-
-def _headers(tars: Sequence[Path], measure: Measure) -> tuple[list[Header], list[Path]]:
-    """Return the first line of each index, and the shards without one that can be measured."""
-    headers = []
-    unready = []
-    for tar, header in zip(tars, index_headers(tars), strict=True):
-        if header and measure.text in header.texts and measure.form.reading in header.readings:
-            headers.append(header)
-        else:
-            unready.append(tar)
-    return headers, unready
 
 
 def _count_all(
@@ -345,6 +332,8 @@ def _count(
             header, tables = read_tables(tar)
             if header != headers[shard]:
                 raise UserError(f"{tar}: its index has changed while it was read. Start again")
+            if measure.form.reading not in header.readings:
+                raise other_reading(tar, header)
             lengths, tiles, faults = measure.shard(tables)
             if np.count_nonzero(lengths == UNUSABLE) != len(faults):
                 raise UserError(

@@ -4,25 +4,22 @@ configuration --data_sets--> DataSet: tars, weight, format
     --store_set: indexes made, samples counted--> StoredSet: files that every process maps
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from numpy import ndarray
 
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.data.shards.index import MAKE
-from mmtrain.data.shards.indexing import index_missing
+from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.counting import Measure, StoredSet, count_samples
 from mmtrain.data.stream.order import Capacity
 from mmtrain.facts.models import models_of
-
-INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 
 
 class DataSet(NamedTuple):
@@ -105,17 +102,14 @@ def store_set(
         Capacity(data.pack_length, data.max_tiles_per_pack),
         held_out_fraction,
     )
-    tars = len(one.shards)
-
-    def make(missing: Sequence[Path]) -> None:
-        takes_long = sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT
-        if others_wait and takes_long:
-            raise UserError(
-                f"{len(missing):,} of {tars:,} shards have no index for this tokenizer and "
-                f"template yet, and other processes would wait for it. First run {MAKE}"
-            )
-        index_missing(missing, how, tars, workers=workers, stream=stream)
-
+    make = functools.partial(
+        ensure_indexes,
+        one.shards,
+        how,
+        workers=workers,
+        stream=stream,
+        others_wait=others_wait,
+    )
     stored = count_samples(one.shards, measure, make, workers=workers, stream=stream)
     return stored._replace(weight=one.weight, name=one.name)
 
