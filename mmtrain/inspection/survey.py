@@ -112,10 +112,8 @@ def survey(
         reasons = catalog.reasons
         lengths = catalog.sample_sets[0].lengths
         is_usable = lengths != UNUSABLE
-        places = np.repeat(np.arange(len(of_samples)), of_samples)
-        of_images_alone = np.bincount(places, of_images[:, 0], len(of_samples))
-        text_tokens = (lengths - of_images_alone.astype(np.int64))[is_usable]
-        is_known &= is_usable[places]
+        text_tokens = (lengths - sums_of(of_images[:, 0], of_samples))[is_usable]
+        is_known &= np.repeat(is_usable, of_samples)
     return Survey(
         shards=len(tars),
         bytes=tar_bytes,

@@ -135,12 +135,6 @@ class ShardIndex:
         self.members.append(tuple(members))
         self.image_sizes.append(tuple(image_sizes))
 
-    @property
-    def flat_image_sizes(self) -> np.ndarray:
-        """(images, 2) int64 width and height, one sample after the other."""
-        sizes = list(chain.from_iterable(self.image_sizes))
-        return np.array(sizes, np.int64).reshape(-1, 2)
-
 
 def index_path(tar: Path) -> Path:
     """Return the path of a shard's index.

@@ -31,8 +31,9 @@ UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never p
 
 _EPOCHS_KEPT = _GROUPS_KEPT = 2  # a step may span two
 # What an epoch reads of a shard: in which pass over its set, how many samples it draws, the first
-# ones of the shard's order, and samples that fit a pack, up to and with these.
-_VISIT = np.dtype([("pass", "i8"), ("shard", "i8"), ("take", "i8"), ("end", "i8")])
+# ones of the shard's order, how many of them are unusable, and samples that fit a pack, up to and
+# with these.
+_VISIT = np.dtype([(name, "i8") for name in ("pass", "shard", "take", "unusable", "end")])
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,11 +266,11 @@ class PackOrder:
         visits = []
         drawn = unusable = planned = shards = 0
         for number, one in enumerate(self.sets):
-            of_set, bad = self._visits(one, f"{self.seed} {epoch} {number}")
+            of_set = self._visits(one, f"{self.seed} {epoch} {number}")
             visits.append(of_set)
             drawn += int(of_set["take"].sum())
+            unusable += int(of_set["unusable"].sum())
             planned += _planned(of_set)
-            unusable += bad
             shards += one.weight * len(one.kept)
         groups = max(1, round(min(shards / self.shuffle_shards, planned / self.pack_window)))
         made = Epoch(tuple(visits), groups, drawn, planned, unusable)
@@ -277,12 +278,11 @@ class PackOrder:
             raise UserError(self._why_empty(epoch, made))
         return made
 
-    def _visits(self, one: SampleSet, purpose: str) -> tuple[ndarray, int]:
-        """Return the shards of a set that an epoch reads, and how many samples are unusable."""
+    def _visits(self, one: SampleSet, purpose: str) -> ndarray:
+        """Return the shards of a set that an epoch reads."""
         kept = int(one.kept.sum())
         whole = int(one.weight)
         parts = [np.empty(0, _VISIT)]
-        unusable = 0
         for number, take in enumerate([kept] * whole + [round((one.weight - whole) * kept)]):
             if take == 0:
                 continue
@@ -294,17 +294,17 @@ class PackOrder:
             visits["pass"] = number
             visits["shard"] = shards
             visits["take"] = one.kept[shards]
+            visits["unusable"] = one.unusable[shards]
             visits["end"] = one.fits[shards]
             # The pass may end inside its last shard.
             visits["take"][-1] -= ends[len(shards) - 1] - take
             last = _drawn(one, purpose, visits[-1:])
+            visits["unusable"][-1] = (one.lengths[last] == UNUSABLE).sum()
             visits["end"][-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
-            unusable += int(one.unusable[shards[:-1]].sum())
-            unusable += int((one.lengths[last] == UNUSABLE).sum())
             parts.append(visits)
         together = np.concatenate(parts)
         together["end"] = np.cumsum(together["end"])
-        return together, unusable
+        return together
 
     def _group(self, epoch: int, group: int) -> Group:
         """Draw and pack a group: its samples are permuted, and each window is packed by itself.
@@ -322,10 +322,8 @@ class PackOrder:
             first, last = np.searchsorted(visits["end"], [begin, end - 1], "right").tolist()
             drawn = _drawn(one, f"{self.seed} {epoch} {number}", visits[first : last + 1])
             drawn = drawn[self.capacity.fit(one.lengths[drawn], one.tiles[drawn])]
-            if first:
-                begin -= visits["end"][first - 1]
-                end -= visits["end"][first - 1]
-            drawn = drawn[begin:end]
+            before = visits["end"][last] - len(drawn)
+            drawn = drawn[begin - before : end - before]
             parts.append((self._offsets[number] + drawn, one.lengths[drawn], one.tiles[drawn]))
 
         members, lengths, tiles = map(np.concatenate, zip(*parts, strict=True))
