@@ -10,8 +10,8 @@ import numpy as np
 
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.counting import Measure, StoredSet, count_samples
 from mmtrain.data.stream.order import ANY_SIZE, Capacity, SampleSet
+from mmtrain.data.stream.stored import Measure, StoredSet, count_samples
 from mmtrain.layouts.layout import ImageLayout
 
 

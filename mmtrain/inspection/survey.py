@@ -18,8 +18,8 @@ from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.shards.index import faults_of, other_reading, read_tables, sums_of
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.counting import Measure, count_samples, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
+from mmtrain.data.stream.stored import Measure, count_samples, positions_and_tiles
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 

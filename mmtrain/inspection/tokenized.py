@@ -18,7 +18,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSam
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, ShardIndex, read_index
 from mmtrain.data.stream.catalog import Catalog, Reader
-from mmtrain.data.stream.counting import Measure, count_samples
+from mmtrain.data.stream.stored import Measure, count_samples
 from mmtrain.inspection.reading import Reading
 from mmtrain.layouts.layout import ImageLayout
 

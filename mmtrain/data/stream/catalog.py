@@ -53,8 +53,8 @@ from mmtrain.data.shards.index import (
     checksum_detail,
     suffix_texts,
 )
-from mmtrain.data.stream.counting import StoredSet, mapped
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
+from mmtrain.data.stream.stored import StoredSet, mapped
 
 _log = logging.getLogger(__name__)
 OPEN_FILES = 64  # shards kept open, those read last
