@@ -238,8 +238,8 @@ class PackOrder:
     """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
 
     Cost: 1 us for each sample of a group that is read. The number of a group's first pack needs the
-    packs of all groups before it: these are in `counts`, (groups,) integers from the first epoch
-    on, or each is computed, from `start` on.
+    packs of all groups before it: these are in `counts`, from the first epoch on, or each is
+    computed, from `start` on.
     """
 
     sets: Sequence[SampleSet]
@@ -247,13 +247,13 @@ class PackOrder:
     capacity: Capacity
     shuffle_shards: int
     pack_window: int
-    counts: Sequence[int] | ndarray = ()
+    counts: Sequence[int] = ()
     start: Position = BEGIN
 
     def __post_init__(self) -> None:
         self.epoch = functools.lru_cache(_EPOCHS_KEPT)(self._epoch)
         self.group = functools.lru_cache(_GROUPS_KEPT)(self._group)
-        self._positions = [BEGIN if len(self.counts) else self.start]
+        self._positions = [BEGIN if self.counts else self.start]
         self._offsets = np.cumsum([0, *(len(one.lengths) for one in self.sets)])
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -352,7 +352,7 @@ class PackOrder:
         epoch, group, first_pack = self._positions[-1]
         number = len(self._positions) - 1
         if number < len(self.counts):
-            first_pack += int(self.counts[number])
+            first_pack += self.counts[number]
         else:
             first_pack += len(self.group(epoch, group))
         group += 1

@@ -35,7 +35,6 @@ from numpy import ndarray
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, leftovers, whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.base.progress import ProgressBar
 from mmtrain.base.version import VERSION
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
@@ -57,14 +56,12 @@ from mmtrain.data.shards.index import (
 )
 from mmtrain.data.shards.index import VERSION as INDEX_VERSION
 from mmtrain.data.shards.indexing import ensure_indexes, index_headers, raise_all
-from mmtrain.data.shards.pool import Advance, worker_pool
+from mmtrain.data.shards.pool import Advance, counted
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import ANY_SIZE, UNUSABLE, Capacity
 from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
-CATALOGUE = (*TABLES, "firsts", "paths")
-VIEW = ("lengths", "tiles", "shards", "digest")
 # Samples that are not held out, fit a pack, are UNUSABLE, or fit none, held-out ones too; and the
 # most tiles a token of those that fit.
 SHARDS = np.dtype(
@@ -78,9 +75,7 @@ SHARDS = np.dtype(
 )
 # Of a process at a time: of 1,000 samples they take 10 ms, of 10,000 100 MB of memory.
 _SHARDS_A_TASK = 64
-_SHOWN_FROM = 1_000_000  # samples: they take a second
 _SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
-_LONGEST = np.iinfo(np.int32).max
 
 
 class DataSet(NamedTuple):
@@ -106,7 +101,7 @@ class StoredData(NamedTuple):
 
     train: tuple[StoredSet, ...]
     held_out: StoredSet | None  # of eval.shards
-    packs: Sequence[int] | ndarray = ()  # of each group, for a run of whole epochs
+    packs: Sequence[int] = ()  # of each group, for a run of whole epochs
 
 
 @dataclass(frozen=True)
@@ -142,15 +137,17 @@ class Measure:
             for place in np.flatnonzero(counts).tolist():
                 faults.setdefault(place, ("no_encoder", f"{counts[place]} images"))
 
-        # above 32 bits: too long for any pack in any case
-        lengths = np.minimum(tables[self.text] + sums_of(of_images[:, 0], counts), _LONGEST)
-        lengths = lengths.astype(np.int32)
+        lengths = _int32(tables[self.text] + sums_of(of_images[:, 0], counts))
         lengths[list(faults)] = UNUSABLE
         if self.held_out_fraction is not None:
             bound = math.ceil(self.held_out_fraction * 2**64)
             lengths[samples["key_hash"] < np.uint64(bound)] *= -1
-        tiles = np.minimum(sums_of(of_images[:, 1], counts), _LONGEST)
-        return lengths, tiles.astype(np.int32), faults
+        return lengths, _int32(sums_of(of_images[:, 1], counts)), faults
+
+
+def _int32(values: ndarray) -> ndarray:
+    """Return values as int32; what is larger is too long for any pack in any case."""
+    return np.minimum(values, np.iinfo(np.int32).max).astype(np.int32)
 
 
 def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, Faults]:
@@ -205,8 +202,12 @@ def _mapped(path: Path) -> ndarray:
 
 
 def _paths(view: Path) -> dict[str, Path]:
-    paths = {name: view.parent / f"{name}.npy" for name in CATALOGUE}
-    return paths | {name: view / f"{name}.npy" for name in VIEW}
+    paths = {}
+    for name in (*TABLES, "firsts", "paths"):
+        paths[name] = view.parent / f"{name}.npy"
+    for name in ("lengths", "tiles", "shards", "digest"):
+        paths[name] = view / f"{name}.npy"
+    return paths
 
 
 def _missing(view: Path) -> dict[str, Path]:
@@ -399,17 +400,11 @@ def _count_all(
     digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
     shards = []
     failures = []
-    # A bar for what takes a second.
-    shown = stream if samples > _SHOWN_FROM else None
-    with (
-        worker_pool(count, min(workers, len(tasks))) as run,
-        ProgressBar("samples counted", samples, shown, is_brief=True) as progress,
-    ):
-        found = run(tasks, lambda through: progress.show(through, through))
-        for _, (own, own_failures, own_digest) in found:
-            shards += own
-            failures += own_failures
-            digest.update(own_digest)
+    found = counted(count, tasks, workers, "samples counted", samples, stream)
+    for own, own_failures, own_digest in found:
+        shards += own
+        failures += own_failures
+        digest.update(own_digest)
     raise_all(failures, len(tars))
     small["shards"] = np.array(shards, SHARDS)
     small["digest"] = np.array(digest.hexdigest())
