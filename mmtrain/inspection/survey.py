@@ -30,7 +30,7 @@ class Survey:
 
     shards: int
     bytes: int  # of the tars
-    images: ndarray  # (samples,) int32 images of each sample
+    images: ndarray  # (samples,) uint32 images of each sample
     # (images, 2) int32 width and height in pixels, of those whose header tells
     image_sizes: ndarray
     fingerprint: str | None  # of the text lengths; None: there are none
@@ -79,18 +79,15 @@ def survey(
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
     """
-    images = []
-    sizes = []
+    parts = {"samples": [], "images": []}
     tar_bytes = 0
     reasons = Counter()
-    taken = []
     texts = set()
     for tar in tars:
         header, tables = read_tables(tar)
         tar_bytes += header.tar_bytes
-        images.append(tables["samples"]["images"])
-        sizes.append(tables["images"].view("<i4").reshape(-1, 2))
-        taken.append(positions_and_tiles(tables, layout)[0])
+        for name, of_shards in parts.items():
+            of_shards.append(tables[name].copy())  # else all of the index stays in memory
         if form.reading not in header.readings:
             raise other_reading(tar, header)
         faults = faults_of(tables, form.reading)
@@ -101,9 +98,10 @@ def survey(
         if len(fingerprints) == len(readings) == 1:
             fingerprint = fingerprints[0]
 
-    of_samples = np.concatenate(images).astype(np.int32)
-    of_images = np.concatenate(taken)
-    all_sizes = np.concatenate(sizes)
+    tables = {name: np.concatenate(of_shards) for name, of_shards in parts.items()}
+    of_samples = tables["samples"]["images"]
+    of_images, _ = positions_and_tiles(tables, layout)
+    sizes = tables["images"].view("<i4").reshape(-1, 2)
     is_known = of_images[:, 0] > 0
     text_tokens = None
     catalog = None
@@ -118,7 +116,7 @@ def survey(
         shards=len(tars),
         bytes=tar_bytes,
         images=of_samples,
-        image_sizes=all_sizes[all_sizes.any(axis=1)],
+        image_sizes=sizes[sizes.any(axis=1)],
         fingerprint=fingerprint,
         text_tokens=text_tokens,
         reasons=reasons,

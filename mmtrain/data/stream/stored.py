@@ -24,6 +24,7 @@ import hashlib
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ import numpy as np
 from numpy import ndarray
 
 from mmtrain.base.cache import cache_folder
-from mmtrain.base.durable import held, leftovers, whole_file
+from mmtrain.base.durable import A_DAY, held, leftovers, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.version import VERSION
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -54,7 +55,6 @@ from mmtrain.data.shards.index import (
     read_tables,
     sums_of,
 )
-from mmtrain.data.shards.index import VERSION as INDEX_VERSION
 from mmtrain.data.shards.indexing import ensure_indexes, index_headers, raise_all
 from mmtrain.data.shards.pool import Advance, counted
 from mmtrain.data.shards.shard_list import expand_shards
@@ -319,7 +319,7 @@ def count_samples(
     sample of one of the cores.
     """
     view = _view(tars, measure)
-    if view is not None and not _missing(view):
+    if not _missing(view):
         return StoredSet(view, measure)
     headers, missing = index_headers(tars, measure.text)
     if missing and make is not None:
@@ -331,14 +331,14 @@ def count_samples(
             f"template. Make them: {MAKE} {missing[0]}"
         )
     view = _view(tars, measure)
-    assert view is not None, "every shard has an index"
     catalogue = view.parent
     try:
         view.mkdir(parents=True, exist_ok=True)
         with held(catalogue / ".lock", wait=True), contextlib.ExitStack() as written:
-            # of killed processes; catalogues of shards or indexes that were replaced
-            for leftover in catalogue.rglob(leftovers("*")):
-                leftover.unlink()
+            for leftover in catalogue.rglob(leftovers("*")):  # of killed processes
+                if time.time() - leftover.stat().st_mtime > A_DAY:
+                    leftover.unlink()
+            # catalogues of shards or indexes that were replaced
             for other in catalogue.parent.glob(f"{catalogue.name.split('-')[0]}-*"):
                 if other != catalogue:
                     shutil.rmtree(other)
@@ -348,26 +348,23 @@ def count_samples(
             if files:
                 _count_all(tars, measure, headers, files, workers, stream)
     except OSError as error:
-        # else another process was faster, on a disk without locks
-        if _missing(view):
-            raise UserError(
-                f"{view}: cannot be written ({error.strerror}). Free space, "
-                "or set XDG_CACHE_HOME to a folder that can be written"
-            ) from error
+        raise UserError(
+            f"{view}: cannot be written ({error.strerror}). Free space, "
+            "or set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     return StoredSet(view, measure)
 
 
-def _view(tars: Sequence[Path], measure: Measure) -> Path | None:
-    """Return where a view is kept while tars and indexes stay; None without all indexes."""
-    data_set = hashlib.sha256(str(INDEX_VERSION).encode())
+def _view(tars: Sequence[Path], measure: Measure) -> Path:
+    """Return where a view is kept while tars and indexes stay."""
+    data_set = hashlib.sha256()
     state = hashlib.sha256()
     for tar in tars:
         data_set.update(os.fsencode(f"{tar}\0{tar.absolute()}\0"))
-        try:
-            for found in (tar.stat(), index_path(tar).stat()):
+        for path in (tar, index_path(tar)):
+            with contextlib.suppress(OSError):  # without an index there is no view yet
+                found = path.stat()
                 state.update(f"{found.st_size} {found.st_mtime_ns} ".encode())
-        except OSError:
-            return None
     key = hashlib.sha256(f"{VERSION} {measure}".encode())
     names = [digest.hexdigest()[:24] for digest in (data_set, state, key)]
     return cache_folder("catalog") / "-".join(names[:2]) / names[2]
