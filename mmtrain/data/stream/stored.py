@@ -262,8 +262,6 @@ def _data_set(
 def store_set(
     config: RunConfig,
     one: DataSet,
-    held_out_fraction: float | None = None,
-    *,
     workers: int = 1,
     stream: TextIO | None = None,
     others_wait: bool = False,
@@ -282,7 +280,7 @@ def store_set(
         layout,
         data.max_image_pixels,
         Capacity(data.pack_length, data.max_tiles_per_pack),
-        held_out_fraction,
+        config.eval.fraction,
     )
     make = functools.partial(
         ensure_indexes,
@@ -292,14 +290,13 @@ def store_set(
         stream=stream,
         others_wait=others_wait,
     )
-    stored = count_samples(one.shards, measure, make, workers=workers, stream=stream)
+    stored = count_samples(one.shards, measure, make, workers, stream)
     return stored._replace(weight=one.weight, name=one.name)
 
 
 def stored_data(config: RunConfig) -> StoredData:
     """Count all data of a run in this process, which may share its cores. Raises UserError."""
-    fraction = config.eval.fraction
-    train = [store_set(config, one, fraction) for one in data_sets(config.data)]
+    train = [store_set(config, one) for one in data_sets(config.data)]
     held_out = evaluated_set(config)
     return StoredData(tuple(train), held_out and store_set(config, held_out))
 
@@ -308,7 +305,6 @@ def count_samples(
     tars: Sequence[Path],
     measure: Measure,
     make: Callable[[], None] | None = None,
-    *,
     workers: int = 1,
     stream: TextIO | None = None,
 ) -> StoredSet:
