@@ -105,7 +105,8 @@ class Catalog:
             firsts = tables["firsts"][0]
             self.sample_sets.append(SampleSet(one.weight, lengths, tiles, firsts, *counts))
             self._tables.append(tables)
-            digest.update(str(tables["digest"]).encode())
+            digest.update(f"{one.measure.text} {self.layout.numbers}".encode())
+            digest.update(shards["digest"].tobytes())
         self.fingerprint = digest.hexdigest()
         # number of each set's first sample, then of all
         self.firsts = np.cumsum([0, *(len(one.lengths) for one in self.sample_sets)])

@@ -11,7 +11,6 @@ catalogue, layout, tokenizer, ... --> <key>/ in it, a run's view:
     lengths   (samples,) i4 tokens, those of images included; UNUSABLE; negative: held out
     tiles     (samples,) i4 tiles of each sample
     shards    (shards,) SHARDS
-    digest    of all that decides which samples there are, and how they are planned
 
 A table is a file NAME.npy.
 """
@@ -62,8 +61,8 @@ from mmtrain.data.stream.order import ANY_SIZE, UNUSABLE, Capacity
 from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import ImageLayout, UnfitImage
 
-# Samples that are not held out, fit a pack, are UNUSABLE, or fit none, held-out ones too; and the
-# most tiles a token of those that fit.
+# Samples that are not held out, fit a pack, are UNUSABLE, or fit none, held-out ones too; the most
+# tiles a token of those that fit; and a digest of samples, bytes included, and lengths.
 SHARDS = np.dtype(
     [
         ("kept", "<i8"),
@@ -71,6 +70,7 @@ SHARDS = np.dtype(
         ("unusable", "<i8"),
         ("overlong", "<i8"),
         ("tiles_per_token", "<f8"),
+        ("digest", "V32"),
     ]
 )
 # Of a process at a time: of 1,000 samples they take 10 ms, of 10,000 100 MB of memory.
@@ -205,7 +205,7 @@ def _paths(view: Path) -> dict[str, Path]:
     paths = {}
     for name in (*TABLES, "firsts", "paths"):
         paths[name] = view.parent / f"{name}.npy"
-    for name in ("lengths", "tiles", "shards", "digest"):
+    for name in ("lengths", "tiles", "shards"):
         paths[name] = view / f"{name}.npy"
     return paths
 
@@ -390,17 +390,13 @@ def _count_all(
     samples = int(firsts["samples"][-1])
     count = functools.partial(_count, tars, measure, headers, firsts, files)
     tasks = range(0, len(tars), _SHARDS_A_TASK)
-    digest = hashlib.sha256(f"{measure.text} {measure.layout.numbers}".encode())
     shards = []
     failures = []
-    found = counted(count, tasks, workers, "samples counted", samples, stream)
-    for own, own_failures, own_digest in found:
+    for own, own_failures in counted(count, tasks, workers, "samples counted", samples, stream):
         shards += own
         failures += own_failures
-        digest.update(own_digest)
     raise_all(failures, len(tars))
     small["shards"] = np.array(shards, SHARDS)
-    small["digest"] = np.array(digest.hexdigest())
     for name in files.keys() & small.keys():
         with files[name].open("wb") as file:
             np.save(file, small[name])
@@ -414,12 +410,11 @@ def _count(
     files: Mapping[str, Path],
     begin: int,
     advance: Advance,
-) -> tuple[list[tuple], list[UserError], bytes]:
+) -> tuple[list[tuple], list[UserError]]:
     """Write what concerns the shards from `begin` on, which are _SHARDS_A_TASK.
 
-    Return their rows of SHARDS, what keeps them from being read, and a digest.
+    Return their rows of SHARDS, and what keeps them from being read.
     """
-    digest = hashlib.sha256()
     shards = []
     failures = []
     written: dict[str, list[ndarray]] = {name: [] for name in files.keys() & firsts.keys()}
@@ -442,6 +437,7 @@ def _count(
         tables |= {"lengths": lengths, "tiles": tiles}
         for name, parts in written.items():
             parts.append(tables[name])
+        digest = hashlib.sha256()
         crc32 = tables["members"]["crc32"]
         for values in (tables["keys"], tables["samples"]["keys"], crc32, lengths):
             digest.update(values.tobytes())
@@ -455,6 +451,7 @@ def _count(
                 len(faults),
                 np.count_nonzero(lengths) - np.count_nonzero(capacity.fit(abs(lengths), tiles)),
                 (tiles[fits] / lengths[fits]).max(initial=0.0),
+                digest.digest(),
             )
         )
         advance(len(lengths))
@@ -465,4 +462,4 @@ def _count(
                 behind = int(firsts[name][-1] - firsts[name][begin])
                 stream.seek(-behind * values.itemsize, os.SEEK_END)
                 values.tofile(stream)
-    return shards, failures, digest.digest()
+    return shards, failures
