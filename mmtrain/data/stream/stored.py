@@ -158,18 +158,19 @@ def positions_and_tiles(tables: Tables, layout: ImageLayout) -> tuple[ndarray, F
     images = tables["images"]
     if not layout.is_sized:
         of_image = (layout.positions_per_tile, 1) if layout.takes_images else (0, 0)
-        return np.tile(np.array(of_image, np.int64), (len(images), 1)), {}
+        return np.full((len(images), 2), of_image), {}
 
     # Each size is cut once: data sets have few.
     counts = tables["samples"]["images"]
     places = np.repeat(np.arange(len(counts)), counts)
-    columns = np.column_stack([images["width"], images["height"], counts[places] == 1])
+    several = np.minimum(counts, 2)[places]
+    columns = np.column_stack([images["width"], images["height"], several])
     kinds, kind_of_image = np.unique(columns, axis=0, return_inverse=True)
     kind_of_image = kind_of_image.reshape(-1)
     of_kind = np.zeros((len(kinds), 2), np.int64)
     faults: Faults = {}
-    for kind, (width, height, is_alone) in enumerate(kinds.tolist()):
-        of_kind[kind], fault = _cut(layout, width, height, 1 if is_alone else 2)
+    for kind, size in enumerate(kinds.tolist()):
+        of_kind[kind], fault = _cut(layout, *size)
         if fault is not None:
             faults |= dict.fromkeys(places[kind_of_image == kind].tolist(), fault)
     return of_kind[kind_of_image], faults
