@@ -106,17 +106,16 @@ def index_headers(tars: Sequence[Path], fingerprint: str) -> tuple[list[Header],
     missing = []
     failures = []
     for tar in tars:
+        header = None
         try:
-            header = read_header(tar)
-        except MissingIndex:
-            missing.append(tar)
+            with contextlib.suppress(MissingIndex):
+                header = read_header(tar)
         except UserError as error:
             failures.append(error)
+        if header is not None and fingerprint in header.texts:
+            headers.append(header)
         else:
-            if fingerprint in header.texts:
-                headers.append(header)
-            else:
-                missing.append(tar)
+            missing.append(tar)
     raise_all(failures, len(tars))
     return headers, missing
 

@@ -20,7 +20,7 @@ import os
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -118,7 +118,10 @@ class Catalog:
     @property
     def held_out(self) -> ndarray:
         """(held out,) numbers of the samples that are kept for evaluation."""
-        return self._where(lambda lengths: lengths < 0)
+        found = []
+        for first, one in zip(self.firsts, self.sample_sets, strict=False):
+            found.append(first + np.flatnonzero(one.lengths < 0))
+        return np.concatenate(found)
 
     @property
     def held_out_samples(self) -> int:
@@ -139,12 +142,6 @@ class Catalog:
         """The most tiles a token that a sample has, of those that fit a pack."""
         return max(float(tables["shards"]["tiles_per_token"].max()) for tables in self._tables)
 
-    def _where(self, condition: Callable[[ndarray], ndarray]) -> ndarray:
-        found = []
-        for first, one in zip(self.firsts.tolist(), self.sample_sets, strict=False):
-            found.append(first + np.flatnonzero(condition(one.lengths)))
-        return np.concatenate(found)
-
     def length(self, number: int) -> int:
         """Return the tokens of a sample, those of its images included; or UNUSABLE."""
         one, at, *_ = self._located(number)
@@ -160,10 +157,11 @@ class Catalog:
 
     def faults(self) -> Iterator[QuarantinedSample]:
         """Yield the samples that can never be trained on: they are drawn, and never planned."""
-        for number in self._where(lambda lengths: lengths == UNUSABLE).tolist():
-            fault = self.fault(number)
-            assert fault is not None, f"sample {number} has no length"
-            yield fault
+        for first, one in zip(self.firsts, self.sample_sets, strict=False):
+            for at in np.flatnonzero(one.lengths == UNUSABLE):
+                fault = self.fault(int(first + at))
+                assert fault is not None, f"sample {first + at} has no length"
+                yield fault
 
     def fault(self, number: int) -> QuarantinedSample | None:
         """Return why a sample can never be trained on; None: it can."""
