@@ -10,12 +10,9 @@ import numpy as np
 
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.counting import Measure, count_samples
-from mmtrain.data.stream.order import Capacity, SampleSet
-from mmtrain.data.stream.stored import StoredSet
+from mmtrain.data.stream.order import ANY_SIZE, Capacity, SampleSet
+from mmtrain.data.stream.stored import Measure, StoredSet, count_samples
 from mmtrain.layouts.layout import ImageLayout
-
-ANY_SIZE = Capacity(sys.maxsize)
 
 
 def stored_set(
@@ -31,7 +28,7 @@ def stored_set(
     name: str = "",
 ) -> StoredSet:
     measure = Measure(form, text, layout, max_image_pixels, capacity, held_out)
-    return StoredSet(count_samples(tars, measure), measure, weight, name)
+    return count_samples(tars, measure)._replace(weight=weight, name=name)
 
 
 def opened(tars: Sequence[Path], layout: ImageLayout, text: str = "any", **more) -> Catalog:

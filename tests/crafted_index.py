@@ -11,11 +11,11 @@ import numpy as np
 TABLES = {
     "samples": [
         ("key_hash", "<u8"),
-        ("key_end", "<u4"),
-        ("member_end", "<u4"),
-        ("image_end", "<u4"),
+        ("keys", "<u4"),
+        ("members", "<u4"),
+        ("images", "<u4"),
     ],
-    "members": [("suffix", "<u4"), ("offset", "<i8"), ("size", "<i8"), ("crc32", "<u4")],
+    "members": [("suffix", "<u4"), ("offset", "<u8"), ("size", "<u8"), ("crc32", "<u4")],
     "images": [("width", "<i4"), ("height", "<i4")],
     "keys": "u1",
     "suffixes": "u1",
@@ -37,7 +37,7 @@ def take_apart(content: bytes) -> Parts:
     tables = {}
     begin = 0
     for name, count in rows.items():
-        table = np.frombuffer(body, np.dtype(TABLES.get(name, "<i4")), count, begin).copy()
+        table = np.frombuffer(body, np.dtype(TABLES.get(name, "<u4")), count, begin).copy()
         tables[name] = table
         begin += table.nbytes
     assert begin == len(body)

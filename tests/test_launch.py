@@ -28,7 +28,7 @@ from torch.distributed import DistNetworkError
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.data.stream import stored
+from mmtrain.data.shards import indexing
 from mmtrain.launch import main as launch_command
 from mmtrain.launching import data, training
 from mmtrain.plan.planner import make_plan
@@ -68,7 +68,7 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(
 ):
     make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
-    monkeypatch.setattr(stored, "INDEXED_WHILE_OTHERS_WAIT", 1000)
+    monkeypatch.setattr(indexing, "INDEXED_WHILE_OTHERS_WAIT", 1000)
     with pytest.raises(UserError, match=r"2 of 2 shards .*mmtrain index CONFIG$"):
         data.check_data(config, others_wait=True)
     data.check_data(config, others_wait=False)

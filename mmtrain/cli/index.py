@@ -27,7 +27,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.indexing import build_indexes, unready_shards
+from mmtrain.data.shards.indexing import build_indexes, index_headers
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import WORDS_HELP, parse_words, reading_of
@@ -60,7 +60,7 @@ def run(options: Namespace) -> None:
     reading = reading_of(config, tars)
     todo: Sequence[Path] = tars
     if not options.rebuild:
-        todo = unready_shards(tars, reading.fingerprint)
+        _, todo = index_headers(tars, reading.fingerprint)
     if len(todo) < len(tars):
         print_result(
             f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are"

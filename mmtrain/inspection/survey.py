@@ -6,7 +6,6 @@ sets of samples --order.PackOrder, as training plans-->
     Fill: packs, share of their tokens that is no padding
 """
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from mmtrain.base.errors import UserError
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.shards.index import MAKE, counts_of, faults_of, read_tables, sums_of
+from mmtrain.data.shards.index import faults_of, other_reading, read_tables, sums_of
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.counting import Measure, count_samples, positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
-from mmtrain.data.stream.stored import StoredSet
+from mmtrain.data.stream.stored import Measure, count_samples, positions_and_tiles
 from mmtrain.layouts.layout import ImageLayout
 from mmtrain.layouts.square import ONE_SQUARE
 
@@ -34,7 +30,7 @@ class Survey:
 
     shards: int
     bytes: int  # of the tars
-    images: ndarray  # (samples,) int32 images of each sample
+    images: ndarray  # (samples,) uint32 images of each sample
     # (images, 2) int32 width and height in pixels, of those whose header tells
     image_sizes: ndarray
     fingerprint: str | None  # of the text lengths; None: there are none
@@ -83,24 +79,17 @@ def survey(
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.
     """
-    images = []
-    sizes = []
+    parts = {"samples": [], "images": []}
     tar_bytes = 0
     reasons = Counter()
-    taken = []
     texts = set()
     for tar in tars:
         header, tables = read_tables(tar)
         tar_bytes += header.tar_bytes
-        images.append(counts_of(tables["samples"]["image_end"]))
-        of_images = tables["images"]
-        sizes.append(np.column_stack([of_images["width"], of_images["height"]]))
-        taken.append(positions_and_tiles(tables, layout)[0])
+        for name, of_shards in parts.items():
+            of_shards.append(tables[name].copy())  # else all of the index stays in memory
         if form.reading not in header.readings:
-            raise UserError(
-                f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
-                f"Index it: {MAKE} {tar}"
-            )
+            raise other_reading(tar, header)
         faults = faults_of(tables, form.reading)
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(header.texts), tuple(header.readings)))
@@ -109,27 +98,25 @@ def survey(
         if len(fingerprints) == len(readings) == 1:
             fingerprint = fingerprints[0]
 
-    of_samples = np.concatenate(images).astype(np.int32)
-    of_images = np.concatenate(taken)
-    all_sizes = np.concatenate(sizes)
+    tables = {name: np.concatenate(of_shards) for name, of_shards in parts.items()}
+    of_samples = tables["samples"]["images"]
+    of_images, _ = positions_and_tiles(tables, layout)
+    sizes = tables["images"].view("<i4").reshape(-1, 2)
     is_known = of_images[:, 0] > 0
     text_tokens = None
     catalog = None
     if fingerprint is not None:
-        measure = Measure(form, fingerprint, layout, MAX_IMAGE_PIXELS, Capacity(sys.maxsize))
-        catalog = Catalog([StoredSet(count_samples(tars, measure), measure)])
+        catalog = Catalog([count_samples(tars, Measure(form, fingerprint, layout))])
         reasons = catalog.reasons
         lengths = catalog.sample_sets[0].lengths
         is_usable = lengths != UNUSABLE
-        places = np.repeat(np.arange(len(of_samples)), of_samples)
-        of_images_alone = np.bincount(places, of_images[:, 0], len(of_samples))
-        text_tokens = (lengths - of_images_alone.astype(np.int64))[is_usable]
-        is_known &= is_usable[places]
+        text_tokens = (lengths - sums_of(of_images[:, 0], of_samples))[is_usable]
+        is_known &= np.repeat(is_usable, of_samples)
     return Survey(
         shards=len(tars),
         bytes=tar_bytes,
         images=of_samples,
-        image_sizes=all_sizes[all_sizes.any(axis=1)],
+        image_sizes=sizes[sizes.any(axis=1)],
         fingerprint=fingerprint,
         text_tokens=text_tokens,
         reasons=reasons,
@@ -159,7 +146,7 @@ def epoch_fill(one: SampleSet, capacity: Capacity) -> Fill:
 
     558,000 samples take a second.
     """
-    fits = sums_of(capacity.fit(one.lengths, one.tiles), one.firsts[1:])
+    fits = sums_of(capacity.fit(one.lengths, one.tiles), np.diff(one.firsts))
     if not fits.any():
         return Fill(capacity.tokens, 0, 0.0, int((one.lengths > 0).sum()))
     sets = [replace(one, fits=fits)]

@@ -13,15 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import BadSample, Turns
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample, Sizes
 from mmtrain.data.samples.templates import load_tokenizer, make_template
-from mmtrain.data.shards.index import Member, read_index
+from mmtrain.data.shards.index import Member, ShardIndex, read_index
 from mmtrain.data.stream.catalog import Catalog, Reader
-from mmtrain.data.stream.counting import Measure, count_samples
-from mmtrain.data.stream.order import Capacity
-from mmtrain.data.stream.stored import StoredSet
+from mmtrain.data.stream.stored import Measure, count_samples
 from mmtrain.inspection.reading import Reading
 from mmtrain.layouts.layout import ImageLayout
 
@@ -67,26 +64,19 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     Raises UserError.
     """
     places = _find(tars, key)
-    shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    measure = Measure(
-        reading.form,
-        reading.fingerprint,
-        reading.layout,
-        MAX_IMAGE_PIXELS,
-        Capacity(sys.maxsize),
-    )
-    catalog = Catalog([StoredSet(count_samples(shards, measure), measure)])
+    shards = list(dict.fromkeys(tar for tar, *_ in places))
+    measure = Measure(reading.form, reading.fingerprint, reading.layout)
+    catalog = Catalog([count_samples(shards, measure)])
     tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those
     # without one.
     write = make_template(reading.template, tokenizer, reading.layout, sys.maxsize)
     reader = Reader(catalog, retry_seconds=0)
-    indexes = {tar: read_index(tar) for tar in shards}
     tokenized = []
-    for tar, place in places:
+    for tar, place, index in places:
         number = int(catalog.sample_sets[0].firsts[shards.index(tar)]) + place
-        members = indexes[tar].members[place]
-        sizes = indexes[tar].image_sizes[place]
+        members = index.members[place]
+        sizes = index.image_sizes[place]
         fault = catalog.fault(number)
         sample = reader.read(number)  # one with a fault too, for its turns
         if fault is None and isinstance(sample, QuarantinedSample):
@@ -102,13 +92,15 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     return tokenized
 
 
-def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
+def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int, ShardIndex]]:
+    """Return shard, place and index of each sample of a key."""
     places = []
     like = []
     for tar in tars:
-        for place, sample_key in enumerate(read_index(tar).keys):
+        index = read_index(tar)
+        for place, sample_key in enumerate(index.keys):
             if sample_key == key:
-                places.append((tar, place))
+                places.append((tar, place, index))
             elif key in sample_key and len(like) < _KEYS_SHOWN:
                 like.append(escape(sample_key))
     if places:

@@ -62,15 +62,7 @@ def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredD
         refuse_unfinished_shards(one.shards, key)
     stored = {}
     for key, one in found.items():
-        fraction = None if one is held_out else config.eval.fraction
-        stored[key] = store_set(
-            config,
-            one,
-            fraction,
-            workers=usable_cores(),
-            stream=sys.stdout,
-            others_wait=others_wait,
-        )
+        stored[key] = store_set(config, one, usable_cores(), sys.stdout, others_wait)
         Catalog([stored[key]]).refuse_useless_shards(key)
     of_evaluation = stored.pop("eval.shards", None)
     data = StoredData(tuple(stored.values()), of_evaluation)

@@ -184,7 +184,6 @@ def evaluated_samples(
 
     `packed` are the run's own data, counted here if None.
     """
-    fraction = config.eval.fraction
     if packed is not None:
         own = packed.data.held_out
         catalog = Catalog([own]) if own else packed.catalog
@@ -192,8 +191,8 @@ def evaluated_samples(
         # without the run's own data, which may be elsewhere now
         own = evaluated_set(config)
         sets = [own] if own else data_sets(config.data)
-        catalog = Catalog([store_set(config, one, fraction) for one in sets])
-    if fraction is None:
+        catalog = Catalog([store_set(config, one) for one in sets])
+    if config.eval.fraction is None:
         return catalog, range(len(catalog))
     return catalog, catalog.held_out
 

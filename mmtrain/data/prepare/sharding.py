@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 import tarfile
 import zlib
@@ -295,12 +296,12 @@ class _Shard:
         self.index.tar_bytes += len(content)
 
     def summary(self) -> WrittenShard:
-        sizes = self.index.flat_image_sizes
+        sizes = list(itertools.chain.from_iterable(self.index.image_sizes))
         return WrittenShard(
             file=self.path.name,
             samples=len(self.index.keys),
             images=len(sizes),
-            image_pixels=int(sizes.prod(axis=1).sum()),
+            image_pixels=sum(map(math.prod, sizes)),
             text_tokens=None if self.count is None else sum(self.lengths.tokens),
             bytes=self.index.tar_bytes,
             sha256=self.sha256.hexdigest(),

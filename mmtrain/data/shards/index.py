@@ -5,11 +5,11 @@ shard-000000.tar --scan, tokenizer--> ShardIndex
 
 The first line of the file is a JSON object: format, version, tar_bytes, readings, texts
 (fingerprints), tables (rows of each) and crc32 (of the line without it, then of all that follows).
-Then come the tables, one after the other, as TABLES says: raw little-endian numbers. An end is the
-number of elements up to it, its own included: sample n has the bytes [key_end of n - 1, key_end of
-n) of keys. For each fingerprint (samples,) int32 tokens follow.
+Then come the tables, one after the other, as TABLES says: raw little-endian numbers. A sample says
+how many elements of keys (bytes), members and images are its own, after those of the samples before
+it. For each fingerprint (samples,) uint32 tokens follow.
 
-`suffixes` has the text of each number, a NUL behind each. `faults` is JSON: by reading and by
+`suffixes` has the text of each number, a NUL behind each. `faults` is JSON: by reading, then by
 fingerprint, rows of place (a sample's number in its shard, from 0), reason and detail. Image sizes
 are those after turning by EXIF. Faults that do not depend on the tokenizer are listed by the format
 in which samples were read (SampleFormat.reading).
@@ -23,7 +23,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Annotated, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy import ndarray
-from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, RootModel, Strict, ValidationError
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
@@ -54,18 +54,18 @@ MAX_HEADER_BYTES = 1 << 16  # 300 bytes, and 30 for each tokenizer and template
 # `key_hash` decides whether a sample is held out.
 TABLES = {
     "samples": np.dtype(
-        [("key_hash", "<u8"), ("key_end", "<u4"), ("member_end", "<u4"), ("image_end", "<u4")]
+        [("key_hash", "<u8"), ("keys", "<u4"), ("members", "<u4"), ("images", "<u4")]
     ),
-    "members": np.dtype([("suffix", "<u4"), ("offset", "<i8"), ("size", "<i8"), ("crc32", "<u4")]),
+    "members": np.dtype([("suffix", "<u4"), ("offset", "<u8"), ("size", "<u8"), ("crc32", "<u4")]),
     "images": np.dtype([("width", "<i4"), ("height", "<i4")]),
     "keys": np.dtype("u1"),
     "suffixes": np.dtype("u1"),
     "faults": np.dtype("u1"),
 }
 
-TOKENS = np.dtype("<i4")
+TOKENS = np.dtype("<u4")
 
-T = TypeVar("T")
+T = TypeVar("T", bytes, list)
 Tables = dict[str, ndarray]
 Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
 
@@ -135,12 +135,6 @@ class ShardIndex:
         self.members.append(tuple(members))
         self.image_sizes.append(tuple(image_sizes))
 
-    @property
-    def flat_image_sizes(self) -> np.ndarray:
-        """(images, 2) int64 width and height, one sample after the other."""
-        sizes = list(chain.from_iterable(self.image_sizes))
-        return np.array(sizes, np.int64).reshape(-1, 2)
-
 
 def index_path(tar: Path) -> Path:
     """Return the path of a shard's index.
@@ -172,38 +166,41 @@ def read_index(tar: Path) -> ShardIndex:
     samples = tables["samples"]
     suffixes = suffix_texts(tables)
     members = [Member(suffixes[number], *rest) for number, *rest in tables["members"].tolist()]
-    faults = _parsed_faults(tables)
     texts = {}
     for name in header.texts:
-        texts[name] = TextLengths(tables[name].tolist(), _by_place(faults.texts[name]))
-    content = tables["keys"].tobytes()
-    cuts = pairwise([0, *samples["key_end"].tolist()])
+        texts[name] = TextLengths(tables[name].tolist(), faults_of(tables, name))
     return ShardIndex(
         tar_bytes=header.tar_bytes,
-        keys=[content[begin:end].decode() for begin, end in cuts],
-        members=_rows(members, samples["member_end"]),
-        image_sizes=_rows(tables["images"].tolist(), samples["image_end"]),
-        faults={reading: _by_place(rows) for reading, rows in faults.readings.items()},
+        keys=[key.decode() for key in _rows(tables["keys"].tobytes(), samples["keys"])],
+        members=list(map(tuple, _rows(members, samples["members"]))),
+        image_sizes=list(map(tuple, _rows(tables["images"].tolist(), samples["images"]))),
+        faults={reading: faults_of(tables, reading) for reading in header.readings},
         texts=texts,
     )
 
 
-def _rows(flat: Sequence[T], ends: ndarray) -> list[tuple[T, ...]]:
-    return [tuple(flat[begin:end]) for begin, end in pairwise([0, *ends.tolist()])]
+def _rows(flat: T, counts: ndarray) -> list[T]:
+    return [flat[begin:end] for begin, end in pairwise(accumulate(counts.tolist(), initial=0))]
 
 
-def _by_place(rows: Sequence[_FaultRow]) -> Faults:
+def faults_of(tables: Tables, *names: str) -> Faults:
+    """Return the samples of a shard that these readings, or these fingerprints' texts, cannot
+    hold; of a sample with several faults the last.
+    """
+    faults = _fault_rows(tables)
+    rows = chain.from_iterable(faults[name] for name in names)
     return {place: (reason, detail) for place, reason, detail in rows}
 
 
-def faults_of(tables: Tables, reading: str, text: str = "") -> Faults:
-    """Return the samples of a shard that this reading, or this fingerprint's text, cannot hold."""
-    faults = _parsed_faults(tables)
-    return _by_place([*faults.texts.get(text, ()), *faults.readings[reading]])
+def _fault_rows(tables: Tables) -> dict[str, list[_FaultRow]]:
+    return _Faults.model_validate(json.loads(tables["faults"].tobytes())).root
 
 
-def _parsed_faults(tables: Tables) -> _Faults:
-    return _Faults.model_validate(json.loads(tables["faults"].tobytes()))
+def other_reading(tar: Path, header: Header) -> UserError:
+    return UserError(
+        f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
+        f"Index it: {MAKE} {tar}"
+    )
 
 
 def suffix_texts(tables: Tables) -> list[str]:
@@ -211,14 +208,10 @@ def suffix_texts(tables: Tables) -> list[str]:
     return tables["suffixes"].tobytes().decode().split("\0")[:-1]
 
 
-def counts_of(ends: ndarray) -> ndarray:
-    """Return (n,) int64 elements of each row, of the rows' ends."""
-    return np.diff(ends.astype(np.int64), prepend=0)
-
-
-def sums_of(values: ndarray, ends: ndarray) -> ndarray:
-    """Return (n,) int64 sums of the rows' values; 0 for an empty row."""
-    return np.diff(np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[ends], prepend=0)
+def sums_of(values: ndarray, counts: ndarray) -> ndarray:
+    """Return (n,) int64 sums of rows of `counts` values each; 0 for an empty row."""
+    sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    return np.diff(sums[np.cumsum(counts)], prepend=0)
 
 
 def key_hash(key: bytes) -> int:
@@ -258,20 +251,21 @@ def _content(index: ShardIndex) -> bytes:
     suffixes = {}
     for member in members:
         suffixes.setdefault(member.suffix, len(suffixes))
-    faults = {
-        "readings": {name: _fault_rows(rows) for name, rows in sorted(index.faults.items())},
-        "texts": {name: _fault_rows(text.faults) for name, text in texts.items()},
-    }
-    ends = map(_ends, (keys, index.members, index.image_sizes))
+    faults = dict(sorted(index.faults.items()))
+    faults |= {name: text.faults for name, text in texts.items()}
+    fault_rows = {}
+    for name, found in faults.items():
+        fault_rows[name] = [(place, *fault) for place, fault in sorted(found.items())]
+    counts = (map(len, column) for column in (keys, index.members, index.image_sizes))
     rows = {
-        "samples": list(zip(map(key_hash, keys), *ends, strict=True)),
+        "samples": list(zip(map(key_hash, keys), *counts, strict=True)),
         "members": [(suffixes[suffix], *rest) for suffix, *rest in members],
         "images": list(chain.from_iterable(index.image_sizes)),
     }
     content = {name: np.array(of_table, TABLES[name]).tobytes() for name, of_table in rows.items()}
     content["keys"] = b"".join(keys)
     content["suffixes"] = "".join(f"{suffix}\0" for suffix in suffixes).encode()
-    content["faults"] = compact_json(faults)
+    content["faults"] = compact_json(fault_rows)
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -284,14 +278,6 @@ def _content(index: ShardIndex) -> bytes:
     body = b"".join([*content.values(), *tokens])
     header["crc32"] = zlib.crc32(body, zlib.crc32(compact_json(header)))
     return compact_json(header) + b"\n" + body
-
-
-def _ends(rows: Iterable[Sized]) -> Iterator[int]:
-    return accumulate(map(len, rows))
-
-
-def _fault_rows(faults: Faults) -> list[tuple]:
-    return [(place, *faults[place]) for place in sorted(faults)]
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -317,9 +303,8 @@ class Header(BaseModel, strict=True):
         return shapes | dict.fromkeys(self.texts, (TOKENS, self.tables["samples"]))
 
 
-class _Faults(BaseModel, strict=True):
-    readings: dict[_Name, list[_FaultRow]]
-    texts: dict[str, list[_FaultRow]]
+class _Faults(RootModel[dict[str, list[_FaultRow]]], strict=True):
+    """By reading and by fingerprint."""
 
 
 def read_header(tar: Path) -> Header:
@@ -412,29 +397,22 @@ def _check(header: Header, tables: Tables) -> None:
     """Raise ValueError for tables that cannot be: a made-up index has a right checksum."""
     samples = tables["samples"]
     members = tables["members"]
-    for name, cut, least in (
-        ("key_end", "keys", 1),
-        ("member_end", "members", 1),
-        ("image_end", "images", 0),
-    ):
-        counts = counts_of(samples[name])
-        if (counts < least).any() or counts.sum() != len(tables[cut]):
-            raise ValueError(f"{name}: does not cut {len(tables[cut]):,} {cut}")
-    for name, numbers in (
-        ("offset", members["offset"]),
-        ("size", members["size"]),
-        ("width", tables["images"]["width"]),
-        ("height", tables["images"]["height"]),
-        *((f"tokens {text}", tables[text]) for text in header.texts),
-    ):
-        if numbers.min(initial=0) < 0:
-            raise ValueError(f"{name}: holds a number below 0")
-    if (members["size"] > header.tar_bytes - members["offset"]).any():
-        raise ValueError(f"size: leads beyond the {header.tar_bytes:,} bytes of the tar")
+    for name in ("keys", "members", "images"):
+        if samples[name].sum() != len(tables[name]):
+            raise ValueError(f"{name}: samples do not add up to {len(tables[name]):,}")
+    for name in ("keys", "members"):
+        if not samples[name].all():
+            raise ValueError(f"{name}: a sample has none")
+    if tables["images"].view("<i4").min(initial=0) < 0:
+        raise ValueError("images: a width or height is below 0")
+    # in this order, as differences of what is not signed are large
+    room = header.tar_bytes - members["offset"]
+    if (members["offset"] > header.tar_bytes).any() or (members["size"] > room).any():
+        raise ValueError(f"members: one leads beyond the {header.tar_bytes:,} bytes of the tar")
 
     # Each text is whole UTF-8, and can be printed.
     keys = tables["keys"]
-    starts = (samples["key_end"] - counts_of(samples["key_end"])).astype(np.int64)
+    starts = np.cumsum(samples["keys"]) - samples["keys"]
     keys.tobytes().decode()
     suffixes = suffix_texts(tables)
     is_control = (tables["suffixes"] < 32) | (tables["suffixes"] == 127)
@@ -443,17 +421,17 @@ def _check(header: Header, tables: Tables) -> None:
     if is_control.sum() != len(suffixes) or (members["suffix"] >= len(suffixes)).any():
         raise ValueError("suffixes: hold a control character, or too few texts")
 
-    faults = _parsed_faults(tables)
-    if list(faults.readings) != header.readings or list(faults.texts) != header.texts:
+    # Each image has a size, unless every reading has found a fault in its sample.
+    is_picture = np.array([image_number(suffix) is not None for suffix in suffixes], bool)
+    pictures = sums_of(is_picture[members["suffix"]], samples["members"])
+    unsized = set(np.flatnonzero(pictures != samples["images"]).tolist())
+    faults = _fault_rows(tables)
+    if list(faults) != header.readings + header.texts:
         raise ValueError("faults: are not those of the first line")
-    for name, rows in [*faults.readings.items(), *faults.texts.items()]:
+    for name, rows in faults.items():
         places = {place for place, *_ in rows}
         if len(places) < len(rows) or max(places, default=-1) >= len(samples):
             raise ValueError(f"faults.{name}: holds a place twice, or one without a sample")
-
-    # Each image has a size, unless every reading has found a fault in its sample.
-    is_picture = np.array([image_number(suffix) is not None for suffix in suffixes], np.int64)
-    pictures = sums_of(is_picture[members["suffix"]], samples["member_end"])
-    for place in np.flatnonzero(pictures != counts_of(samples["image_end"])).tolist():
-        if not all(place in _by_place(rows) for rows in faults.readings.values()):
-            raise ValueError(f"image_end: sample {place} has other numbers of images and sizes")
+        if name in header.readings and unsized - places:
+            place = min(unsized - places)
+            raise ValueError(f"images: sample {place} has other numbers of images and sizes")

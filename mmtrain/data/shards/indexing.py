@@ -40,6 +40,7 @@ from mmtrain.data.samples.sample import (
 )
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
+    MAKE,
     MEND,
     UNKNOWN_SIZE,
     Header,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
+INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 _CHUNK = 1 << 20  # bytes
 
 
@@ -69,61 +71,53 @@ def ensure_indexes(
     *,
     workers: int | None = None,
     stream: TextIO | None = None,
+    others_wait: bool = False,
 ) -> None:
     """Make or complete the indexes with text lengths as `how` makes them.
 
     `workers` is the number of processes, None one for each core. A `stream` that is a terminal gets
-    a progress bar. Raises UserError for indexes that are stale or damaged: their checksums are the
-    only record of what the tars hold.
+    a progress bar. With `others_wait` other processes wait for this one, with a timeout. Raises
+    UserError where that may take too long, and for indexes that are stale or damaged: their
+    checksums are the only record of what the tars hold.
     """
-    missing = unready_shards(tars, how.fingerprint)
-    if missing:
-        index_missing(missing, how, len(tars), workers=workers, stream=stream)
-
-
-def index_missing(
-    missing: Sequence[Path],
-    how: Tokenization,
-    tars: int,
-    *,
-    workers: int | None = None,
-    stream: TextIO | None = None,
-) -> None:
-    """Make or complete the indexes of some of a number of `tars`, as `ensure_indexes` does."""
+    _, missing = index_headers(tars, how.fingerprint)
+    if not missing:
+        return
+    takes_long = sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT
+    if others_wait and takes_long:
+        raise UserError(
+            f"{len(missing):,} of {len(tars):,} shards have no index for this tokenizer and "
+            f"template yet, and other processes would wait for it. First run {MAKE}"
+        )
     _log.info(
-        f"indexing {len(missing):,} of {tars:,} shards (once; the indexes are kept beside them)"
+        f"indexing {len(missing):,} of {len(tars):,} shards "
+        "(once; the indexes are kept beside them)"
     )
     build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
 
-def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
-    """Return the shards without lengths under this fingerprint.
-
-    Raises UserError naming stale or damaged indexes.
-    """
-    missing = []
-    for tar, header in zip(tars, index_headers(tars), strict=True):
-        if header is None or fingerprint not in header.texts:
-            missing.append(tar)
-    return missing
-
-
-def index_headers(tars: Sequence[Path]) -> list[Header | None]:
-    """Return the first line of each index, None for a missing one.
+def index_headers(tars: Sequence[Path], fingerprint: str) -> tuple[list[Header], list[Path]]:
+    """Return the first line of each index with lengths under this fingerprint, and the shards
+    without one.
 
     Raises UserError naming stale or damaged indexes. Cost: 50 us a shard.
     """
-    headers: list[Header | None] = []
+    headers = []
+    missing = []
     failures = []
     for tar in tars:
+        header = None
         try:
-            headers.append(read_header(tar))
-        except MissingIndex:
-            headers.append(None)
+            with contextlib.suppress(MissingIndex):
+                header = read_header(tar)
         except UserError as error:
             failures.append(error)
+        if header is not None and fingerprint in header.texts:
+            headers.append(header)
+        else:
+            missing.append(tar)
     raise_all(failures, len(tars))
-    return headers
+    return headers, missing
 
 
 def build_indexes(

@@ -12,15 +12,17 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from mmtrain.base.errors import UserError, naming_shared_memory
+from mmtrain.base.progress import ProgressBar
 from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
 
 SECONDS_BETWEEN_LOOKS = 0.1
+SHOWN_FROM = 1_000_000  # samples: they take a second
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -70,6 +72,24 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
+
+
+def counted(
+    work: Callable[[Task, Advance], Result],
+    tasks: Sequence[Task],
+    workers: int,
+    what: str,
+    samples: int,
+    stream: TextIO | None,
+) -> list[Result]:
+    """Return the results of tasks that take a microsecond a sample; a bar shows what takes long."""
+    shown = stream if samples > SHOWN_FROM else None
+    with (
+        worker_pool(work, min(workers, len(tasks))) as run,
+        ProgressBar(what, samples, shown, is_brief=True) as progress,
+    ):
+        found = run(tasks, lambda through: progress.show(through, through))
+        return [result for _, result in found]
 
 
 def _run_here(

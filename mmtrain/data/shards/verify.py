@@ -37,11 +37,13 @@ def verify_shard(
     `report` gets the bytes of each sample that was compared.
     """
     faults = {}
+    keys = {}
     try:
         index = read_index(tar)
         with tar.open("rb") as stream:
-            for members in index.members:
+            for key, members in zip(index.keys, index.members, strict=True):
                 for member in members:
+                    keys[member.offset] = key
                     if detail := _content_fault(stream, member):
                         faults.setdefault(member.offset, []).append(f"{member.suffix}: {detail}")
                 report(sum(member.size for member in members))
@@ -53,18 +55,9 @@ def verify_shard(
         return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     except UserError as error:  # the index is damaged, or of a tar of another size
         return [DamagedMember(str(tar), None, None, str(error))]
-    keys = {}
-    for key, members in zip(index.keys, index.members, strict=True):
-        for member in members:
-            keys[member.offset] = key
     return [
-        DamagedMember(
-            str(tar),
-            keys.get(offset),
-            offset,
-            "; ".join(faults[offset]),
-        )
-        for offset in sorted(faults)
+        DamagedMember(str(tar), keys.get(offset), offset, "; ".join(details))
+        for offset, details in sorted(faults.items())
     ]
 
 

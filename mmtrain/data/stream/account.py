@@ -46,10 +46,6 @@ class _Taken:
     trained: Counter[int] = field(default_factory=Counter)  # by epoch
 
 
-def _by_epoch(counts: Mapping[str, int]) -> Counter[int]:
-    return Counter({int(epoch): count for epoch, count in counts.items()})
-
-
 class SampleLog:
     """The account of one rank that reads data.
 
@@ -98,8 +94,8 @@ class SampleLog:
             self._read = state["read"]
             self._lost = state["lost"]
             if self.writes:
-                self._trained = _by_epoch(state["trained"])
-                self._quarantined = _by_epoch(state["quarantined"])
+                self._trained = Counter(dict(state["trained"]))
+                self._quarantined = Counter(dict(state["quarantined"]))
         # else it has them, or goes on without any
         if self.writes and (state is None or not self.quarantine_file.exists()):
             unusable = chain(packed.catalog.faults(), held_out)
@@ -176,8 +172,8 @@ class SampleLog:
             "before": self._before,
             "read": self._read,
             "lost": self._lost,
-            "trained": dict(self._trained),
-            "quarantined": dict(self._quarantined),
+            "trained": list(self._trained.items()),  # epochs are no keys of JSON
+            "quarantined": list(self._quarantined.items()),
         }
 
     def finish(self, steps: int) -> list[dict]:

@@ -20,7 +20,7 @@ import os
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -53,9 +53,8 @@ from mmtrain.data.shards.index import (
     checksum_detail,
     suffix_texts,
 )
-from mmtrain.data.stream.counting import CATALOGUE, VIEW, mapped
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
-from mmtrain.data.stream.stored import StoredSet
+from mmtrain.data.stream.stored import StoredSet, mapped
 
 _log = logging.getLogger(__name__)
 OPEN_FILES = 64  # shards kept open, those read last
@@ -91,25 +90,23 @@ class Catalog:
         self.layout = sets[0].measure.layout
         self.capacity = sets[0].measure.capacity
         self.sample_sets: list[SampleSet] = []
-        self._catalogues: list[Tables] = []
-        self._shards: list[ndarray] = []  # rows of `counting.SHARDS`
+        self._tables: list[Tables] = []
         digest = hashlib.sha256()
         for one in sets:
             try:
-                catalogue = mapped(one.view.parent, CATALOGUE)
-                view = mapped(one.view, VIEW)
+                tables = mapped(one.view)
             except (OSError, ValueError, EOFError) as error:
                 raise UserError(
                     f"{one.view}: cannot be read ({error}), though it was made as the run started. "
                     "Start again"
                 ) from error
-            firsts, *_ = catalogue["firsts"]
-            lengths, tiles, shards, own_digest = view.values()
+            lengths, tiles, shards = (tables[name] for name in ("lengths", "tiles", "shards"))
             counts = (shards[name] for name in ("kept", "fits", "unusable"))
+            firsts = tables["firsts"][0]
             self.sample_sets.append(SampleSet(one.weight, lengths, tiles, firsts, *counts))
-            self._catalogues.append(catalogue)
-            self._shards.append(shards)
-            digest.update(str(own_digest).encode())
+            self._tables.append(tables)
+            digest.update(f"{one.measure.text} {self.layout.numbers}".encode())
+            digest.update(shards["digest"].tobytes())
         self.fingerprint = digest.hexdigest()
         # number of each set's first sample, then of all
         self.firsts = np.cumsum([0, *(len(one.lengths) for one in self.sample_sets)])
@@ -121,7 +118,10 @@ class Catalog:
     @property
     def held_out(self) -> ndarray:
         """(held out,) numbers of the samples that are kept for evaluation."""
-        return self._where(lambda lengths: lengths < 0)
+        found = []
+        for first, one in zip(self.firsts, self.sample_sets, strict=False):
+            found.append(first + np.flatnonzero(one.lengths < 0))
+        return np.concatenate(found)
 
     @property
     def held_out_samples(self) -> int:
@@ -140,17 +140,11 @@ class Catalog:
     @property
     def tiles_per_token(self) -> float:
         """The most tiles a token that a sample has, of those that fit a pack."""
-        return max(float(shards["tiles_per_token"].max()) for shards in self._shards)
-
-    def _where(self, condition: Callable[[ndarray], ndarray]) -> ndarray:
-        found = []
-        for first, one in zip(self.firsts.tolist(), self.sample_sets, strict=False):
-            found.append(first + np.flatnonzero(condition(one.lengths)))
-        return np.concatenate(found)
+        return max(float(tables["shards"]["tiles_per_token"].max()) for tables in self._tables)
 
     def length(self, number: int) -> int:
         """Return the tokens of a sample, those of its images included; or UNUSABLE."""
-        one, at = self._set_of(number)
+        one, at, *_ = self._located(number)
         return abs(int(self.sample_sets[one].lengths[at]))
 
     def why_unusable(self) -> str:
@@ -163,17 +157,17 @@ class Catalog:
 
     def faults(self) -> Iterator[QuarantinedSample]:
         """Yield the samples that can never be trained on: they are drawn, and never planned."""
-        for number in self._where(lambda lengths: lengths == UNUSABLE).tolist():
-            fault = self.fault(number)
-            assert fault is not None, f"sample {number} has no length"
-            yield fault
+        for first, one in zip(self.firsts, self.sample_sets, strict=False):
+            for at in np.flatnonzero(one.lengths == UNUSABLE):
+                fault = self.fault(int(first + at))
+                assert fault is not None, f"sample {first + at} has no length"
+                yield fault
 
     def fault(self, number: int) -> QuarantinedSample | None:
         """Return why a sample can never be trained on; None: it can."""
         if self.length(number) != UNUSABLE:
             return None
-        one, at = self._set_of(number)
-        shard, place = self._shard_of(one, at)
+        one, _, shard, place = self._located(number)
         stored = self.find(number)
         return QuarantinedSample(
             stored.key,
@@ -182,46 +176,44 @@ class Catalog:
             *self._faults(one, shard)[place],
         )
 
-    def _set_of(self, number: int) -> tuple[int, int]:
-        """Return the number of a sample's set, and the sample's number there."""
+    def _located(self, number: int) -> tuple[int, int, int, int]:
+        """Return the number of a sample's set, the sample's number there, that of its shard, and
+        the sample's place there.
+        """
         one = int(np.searchsorted(self.firsts, number, "right")) - 1
-        return one, number - int(self.firsts[one])
-
-    def _shard_of(self, one: int, at: int) -> tuple[int, int]:
-        """Return the number of a sample's shard in its set, and the sample's place there."""
+        at = number - int(self.firsts[one])
         firsts = self.sample_sets[one].firsts
         shard = int(np.searchsorted(firsts, at, "right")) - 1
-        return shard, at - int(firsts[shard])
+        return one, at, shard, at - int(firsts[shard])
 
-    def _tables(self, one: int, shard: int) -> Tables:
+    def _tables_of_shard(self, one: int, shard: int) -> Tables:
         """Return the tables of a shard, as its index has them."""
-        tables = self._catalogues[one]
+        tables = self._tables[one]
         cuts = tables["firsts"][:, shard : shard + 2].tolist()
         return {name: tables[name][slice(*cut)] for name, cut in zip(TABLES, cuts, strict=True)}
 
     def _faults_of_shard(self, one: int, shard: int) -> Faults:
-        tables = self._tables(one, shard)
+        tables = self._tables_of_shard(one, shard)
         measure = self.sets[one].measure
         # lengths do not matter
         return measure.shard({**tables, measure.text: np.zeros(len(tables["samples"]), int)})[2]
 
     def find(self, number: int) -> Place:
         """Return where the sample of a global number is stored."""
-        one, at = self._set_of(number)
-        shard, place = self._shard_of(one, at)
-        tables = self._tables(one, shard)
+        one, _, shard, place = self._located(number)
+        tables = self._tables_of_shard(one, shard)
         suffixes = suffix_texts(tables)
         members = []
-        for suffix, *rest in _row(tables, "member_end", "members", place).tolist():
+        for suffix, *rest in _row(tables, "members", place).tolist():
             members.append(Member(suffixes[suffix], *rest))
-        key = _row(tables, "key_end", "keys", place).tobytes().decode()
+        key = _row(tables, "keys", place).tobytes().decode()
         sizes: Sizes = ()
         if self.layout.is_sized:
-            sizes = tuple(_row(tables, "image_end", "images", place).tolist())
+            sizes = tuple(_row(tables, "images", place).tolist())
         stored = self.sets[one]
         return Place(
             f"{stored.name}/{key}" if stored.name else key,
-            Path(str(self._catalogues[one]["paths"][shard])),
+            Path(str(self._tables[one]["paths"][shard])),
             tuple(members),
             stored.measure.form,
             sizes,
@@ -229,12 +221,12 @@ class Catalog:
 
     def refuse_overlong(self) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
-        for one, shards in enumerate(self._shards):
-            overlong = int(shards["overlong"].sum())
+        for one, sample_set in enumerate(self.sample_sets):
+            of_shards = self._tables[one]["shards"]["overlong"]
+            overlong = int(of_shards.sum())
             if not overlong:
                 continue
-            sample_set = self.sample_sets[one]
-            begin = sample_set.firsts[(shards["overlong"] > 0).argmax()]
+            begin = sample_set.firsts[(of_shards > 0).argmax()]
             lengths = abs(sample_set.lengths[begin:])
             fits = self.capacity.fit(lengths, sample_set.tiles[begin:])
             at = int(begin + (~fits & (lengths != UNUSABLE)).argmax())
@@ -264,7 +256,7 @@ class Catalog:
         if len(useless) < shards:
             _log.warning(
                 f"{key}: {len(useless):,} of {shards:,} shards hold no sample that can be trained "
-                f"on; the first is {self._catalogues[0]['paths'][useless[0]]} "
+                f"on; the first is {self._tables[0]['paths'][useless[0]]} "
                 f"({listed_reasons(reasons, '; ') or 'no samples'})"
             )
             return
@@ -282,10 +274,11 @@ class Catalog:
         )
 
 
-def _row(tables: Tables, ends: str, name: str, place: int) -> ndarray:
+def _row(tables: Tables, name: str, place: int) -> ndarray:
     """Return the rows of a table that belong to a sample."""
-    begin = tables["samples"][ends][place - 1] if place else 0
-    return tables[name][begin : tables["samples"][ends][place]]
+    counts = tables["samples"][name]
+    begin = int(counts[:place].sum())
+    return tables[name][begin : begin + int(counts[place])]
 
 
 @dataclass

@@ -75,7 +75,7 @@ class ImageTransform:
                     f"{image.width} x {image.height} pixels, but its index says {size[0]} x "
                     f"{size[1]}; index its shard again: {MEND} SHARD",
                 )
-            image = self._resize(image, size)
+            image = Image.fromarray(self._resize(image, size))
         return self.cut(image, tiling)
 
     def cut(self, image: Image.Image, tiling: Tiling) -> Tensor:
@@ -91,17 +91,18 @@ class ImageTransform:
         if tiling.canvas == "padded":
             canvas = self._pad(image)
         elif tiling.canvas == "stretched":
-            canvas = self._pixels(image, size)
+            canvas = self._resize(image, size)
         else:
             width, height = centred_size(*image.size, *size)
-            canvas = Image.new("RGB", size)
-            corner = ((size[0] - width) // 2, (size[1] - height) // 2)
-            canvas.paste(self._resize(image, (width, height)), corner)
+            left = (size[0] - width) // 2
+            top = (size[1] - height) // 2
+            canvas = np.zeros((size[1], size[0], 3), np.uint8)
+            canvas[top : top + height, left : left + width] = self._resize(image, (width, height))
 
-        pixels = np.asarray(canvas).reshape(tiling.rows, side, tiling.columns, side, 3)
+        pixels = canvas.reshape(tiling.rows, side, tiling.columns, side, 3)
         tiles = pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
         if tiling.overview is not None:
-            whole = self._pixels(image).transpose(2, 0, 1)[None]
+            whole = self._resize(image).transpose(2, 0, 1)[None]
             ordered = [whole, tiles] if tiling.overview == "first" else [tiles, whole]
             tiles = np.concatenate(ordered)
         return torch.from_numpy(np.ascontiguousarray(tiles))
@@ -125,9 +126,9 @@ class ImageTransform:
             fitted = self._resize(image)
         else:
             fitted = self._center_crop(image)
-        return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
+        return torch.from_numpy(np.ascontiguousarray(fitted.transpose(2, 0, 1)))
 
-    def _pad(self, image: Image.Image) -> Image.Image:
+    def _pad(self, image: Image.Image) -> np.ndarray:
         """Resize the padded square without making it.
 
         Bars above and below are added between the two passes, since each rounds to 8 bits.
@@ -139,7 +140,7 @@ class ImageTransform:
         left = (side - width) // 2
         above = (side - height) // 2
         colour = tuple(int(channel * 255) for channel in self.mean)
-        narrow = Image.new("RGB", (self.image_size, side), colour)
+        narrow = np.full((side, self.image_size, 3), colour, np.uint8)
         rows = max(BAND_PIXELS // side, 1)
         for top in range(0, height, rows):
             # Pillow copies even if nothing is cut off: 0.1 ms of a photograph's 5.
@@ -150,32 +151,28 @@ class ImageTransform:
                 padded = Image.new("RGB", (side, band.height), colour)
                 padded.paste(band, (left, 0))
                 band = padded
-            narrow.paste(self._resize(band, (self.image_size, band.height)), (0, above + top))
-        return self._resize(narrow)
+            at = above + top
+            narrow[at : at + band.height] = self._resize(band, (self.image_size, band.height))
+        return self._resize(Image.fromarray(narrow))
 
-    def _center_crop(self, image: Image.Image) -> Image.Image:
+    def _center_crop(self, image: Image.Image) -> np.ndarray:
         size = self.image_size
         width, height = (int(size * side / min(image.size)) for side in image.size)
         left = (width - size) // 2
         top = (height - size) // 2
         resized = self._resize(image, (width, height))
-        return resized.crop((left, top, left + size, top + size))
+        return resized[top : top + size, left : left + size]
 
-    def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
-        if self.resize == "torchvision":
-            return Image.fromarray(self._pixels(image, size))
-        size = size or (self.image_size, self.image_size)
-        return image.resize(size, Image.Resampling[self.interpolation.upper()])
-
-    def _pixels(self, image: Image.Image, size: tuple[int, int] | None = None) -> np.ndarray:
-        """Return a resized image as (height, width, 3) uint8, which torchvision makes directly."""
+    def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> np.ndarray:
+        """Return (height, width, 3) uint8."""
+        width, height = size or (self.image_size, self.image_size)
+        by = self.interpolation.upper()
         if self.resize == "pillow":
-            return np.asarray(self._resize(image, size))
+            return np.asarray(image.resize((width, height), Image.Resampling[by]))
         from torchvision.transforms.v2 import InterpolationMode, functional  # takes a second
 
-        width, height = size or (self.image_size, self.image_size)
-        by = InterpolationMode[self.interpolation.upper()]
-        resized = functional.resize(functional.pil_to_tensor(image), [height, width], by)
+        pixels = functional.pil_to_tensor(image)
+        resized = functional.resize(pixels, [height, width], InterpolationMode[by])
         return resized.permute(1, 2, 0).numpy()
 
 

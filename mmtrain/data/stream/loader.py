@@ -69,7 +69,7 @@ class PackedBatches:
         assert 0 <= self.replica < self.replicas, f"replica {self.replica} of {self.replicas}"
         config = self.config
         if self.data is None:
-            self.data = with_packs(config, stored_data(config), 1, None)
+            self.data = with_packs(config, stored_data(config))
         self.processor = Processor(config)
         self.catalog = Catalog(self.data.train)
         if config.data.overlong == "refuse":
@@ -111,7 +111,7 @@ class PackedBatches:
         fill = tokens / (len(group) * capacity.tokens)
         packs = round(epoch.planned / len(group.samples) * len(group))
         about = "about " if epoch.groups > 1 else ""
-        if self.order.counts is not None:
+        if self.order.counts:
             packs = self.order.first_pack(1)
             about = ""
         overlong = "too long for a pack"

@@ -15,6 +15,7 @@ or the workers. Shards and groups are permuted by numpy's RandomState, whose str
 
 import functools
 import hashlib
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never p
 
 _EPOCHS_KEPT = _GROUPS_KEPT = 2  # a step may span two
 # What an epoch reads of a shard: in which pass over its set, how many samples it draws, the first
-# ones of the shard's order, and samples that fit a pack, up to and with these.
-_VISIT = np.dtype([("pass", "i8"), ("shard", "i8"), ("take", "i8"), ("end", "i8")])
+# ones of the shard's order, how many of them are unusable, and samples that fit a pack, up to and
+# with these.
+_VISIT = np.dtype([(name, "i8") for name in ("pass", "shard", "take", "unusable", "end")])
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,9 @@ class Capacity:
         if self.tiles is not None:
             fits &= tiles <= self.tiles
         return fits
+
+
+ANY_SIZE = Capacity(sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,12 @@ def _planned(visits: ndarray) -> int:
     return int(visits["end"].max(initial=0))
 
 
+def _seed(purpose: str, dtype: str) -> ndarray:
+    return np.frombuffer(hashlib.sha256(purpose.encode()).digest(), dtype)
+
+
 def _random(purpose: str) -> np.random.RandomState:
-    return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
+    return np.random.RandomState(_seed(purpose, "<u4"))
 
 
 def _hashed(values: ndarray) -> ndarray:
@@ -229,8 +238,8 @@ class PackOrder:
     """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
 
     Cost: 1 us for each sample of a group that is read. The number of a group's first pack needs the
-    packs of all groups before it: these are in `counts`, (groups,) integers from the first epoch
-    on, or each is computed, from `start` on.
+    packs of all groups before it: these are in `counts`, from the first epoch on, or each is
+    computed, from `start` on.
     """
 
     sets: Sequence[SampleSet]
@@ -238,17 +247,13 @@ class PackOrder:
     capacity: Capacity
     shuffle_shards: int
     pack_window: int
-    counts: ndarray | None = None
+    counts: Sequence[int] = ()
     start: Position = BEGIN
 
     def __post_init__(self) -> None:
         self.epoch = functools.lru_cache(_EPOCHS_KEPT)(self._epoch)
         self.group = functools.lru_cache(_GROUPS_KEPT)(self._group)
-        self._positions = [self.start]
-        if self.counts is not None:
-            self._positions = [BEGIN]
-            for packs in self.counts.tolist():
-                self._positions.append(self._following(packs))
+        self._positions = [BEGIN if self.counts else self.start]
         self._offsets = np.cumsum([0, *(len(one.lengths) for one in self.sets)])
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -261,11 +266,11 @@ class PackOrder:
         visits = []
         drawn = unusable = planned = shards = 0
         for number, one in enumerate(self.sets):
-            of_set, bad = self._visits(one, f"{self.seed} {epoch} {number}")
+            of_set = self._visits(one, f"{self.seed} {epoch} {number}")
             visits.append(of_set)
             drawn += int(of_set["take"].sum())
+            unusable += int(of_set["unusable"].sum())
             planned += _planned(of_set)
-            unusable += bad
             shards += one.weight * len(one.kept)
         groups = max(1, round(min(shards / self.shuffle_shards, planned / self.pack_window)))
         made = Epoch(tuple(visits), groups, drawn, planned, unusable)
@@ -273,12 +278,11 @@ class PackOrder:
             raise UserError(self._why_empty(epoch, made))
         return made
 
-    def _visits(self, one: SampleSet, purpose: str) -> tuple[ndarray, int]:
-        """Return the shards of a set that an epoch reads, and how many samples are unusable."""
+    def _visits(self, one: SampleSet, purpose: str) -> ndarray:
+        """Return the shards of a set that an epoch reads."""
         kept = int(one.kept.sum())
         whole = int(one.weight)
         parts = [np.empty(0, _VISIT)]
-        unusable = 0
         for number, take in enumerate([kept] * whole + [round((one.weight - whole) * kept)]):
             if take == 0:
                 continue
@@ -290,17 +294,17 @@ class PackOrder:
             visits["pass"] = number
             visits["shard"] = shards
             visits["take"] = one.kept[shards]
+            visits["unusable"] = one.unusable[shards]
             visits["end"] = one.fits[shards]
             # The pass may end inside its last shard.
             visits["take"][-1] -= ends[len(shards) - 1] - take
             last = _drawn(one, purpose, visits[-1:])
+            visits["unusable"][-1] = (one.lengths[last] == UNUSABLE).sum()
             visits["end"][-1] = self.capacity.fit(one.lengths[last], one.tiles[last]).sum()
-            unusable += int(one.unusable[shards[:-1]].sum())
-            unusable += int((one.lengths[last] == UNUSABLE).sum())
             parts.append(visits)
         together = np.concatenate(parts)
         together["end"] = np.cumsum(together["end"])
-        return together, unusable
+        return together
 
     def _group(self, epoch: int, group: int) -> Group:
         """Draw and pack a group: its samples are permuted, and each window is packed by itself.
@@ -318,10 +322,8 @@ class PackOrder:
             first, last = np.searchsorted(visits["end"], [begin, end - 1], "right").tolist()
             drawn = _drawn(one, f"{self.seed} {epoch} {number}", visits[first : last + 1])
             drawn = drawn[self.capacity.fit(one.lengths[drawn], one.tiles[drawn])]
-            if first:
-                begin -= visits["end"][first - 1]
-                end -= visits["end"][first - 1]
-            drawn = drawn[begin:end]
+            before = visits["end"][last] - len(drawn)
+            drawn = drawn[begin - before : end - before]
             parts.append((self._offsets[number] + drawn, one.lengths[drawn], one.tiles[drawn]))
 
         members, lengths, tiles = map(np.concatenate, zip(*parts, strict=True))
@@ -346,16 +348,18 @@ class PackOrder:
         return self._positions[at - 1]
 
     def _append(self) -> None:
-        """Compute the group whose position is the last known one, for the next position."""
-        epoch, group, _ = self._positions[-1]
-        self._positions.append(self._following(len(self.group(epoch, group))))
-
-    def _following(self, packs: int) -> Position:
-        """Return the position after the last known one, whose group has so many packs."""
+        """Append the position after the last known one, whose group is packed unless counted."""
         epoch, group, first_pack = self._positions[-1]
-        if group + 1 < self.epoch(epoch).groups:
-            return Position(epoch, group + 1, first_pack + packs)
-        return Position(epoch + 1, 0, first_pack + packs)
+        number = len(self._positions) - 1
+        if number < len(self.counts):
+            first_pack += self.counts[number]
+        else:
+            first_pack += len(self.group(epoch, group))
+        group += 1
+        if group == self.epoch(epoch).groups:
+            epoch += 1
+            group = 0
+        self._positions.append(Position(epoch, group, first_pack))
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Return packs [first, first + count); raises UserError where an epoch holds none."""
@@ -422,12 +426,10 @@ def _drawn(one: SampleSet, purpose: str, visits: ndarray) -> ndarray:
     sizes = one.firsts[visits["shard"] + 1] - firsts
     visit = np.repeat(np.arange(len(visits)), sizes)
     numbers = np.arange(len(visit)) + (firsts - np.cumsum(sizes) + sizes)[visit]
-    passes, pass_of = np.unique(visits["pass"], return_inverse=True)
-    seeds = []
-    for number in passes.tolist():
-        digest = hashlib.sha256(f"samples {purpose} {number}".encode()).digest()
-        seeds.append(int.from_bytes(digest[:8], "little"))
-    keys = _hashed(_hashed(numbers) ^ np.array(seeds, np.uint64)[pass_of[visit]])
+    seeds = np.empty(visits["pass"].max(initial=0) + 1, np.uint64)
+    for number in range(len(seeds)):
+        seeds[number] = _seed(f"samples {purpose} {number}", "<u8")[0]
+    keys = _hashed(_hashed(numbers) ^ seeds[visits["pass"][visit]])
     numbers = numbers[np.lexsort((keys, visit))]
 
     is_kept = one.lengths[numbers] >= 0

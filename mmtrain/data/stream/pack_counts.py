@@ -6,55 +6,46 @@ order of a run --groups packed--> <key>.npy in the view of its first data set: (
 import contextlib
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import TextIO
 
 import numpy as np
-from numpy import ndarray
 
 from mmtrain.base.durable import whole_file
-from mmtrain.base.progress import ProgressBar
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.shards.pool import Advance, worker_pool
+from mmtrain.data.shards.pool import Advance, counted
 from mmtrain.data.stream.catalog import Catalog
-from mmtrain.data.stream.order import BEGIN, PackOrder, Position
+from mmtrain.data.stream.order import BEGIN, Capacity, PackOrder, Position
 from mmtrain.data.stream.stored import StoredData
 
 
 def pack_order(
     config: RunConfig,
     catalog: Catalog,
-    counts: ndarray | None = None,
+    counts: Sequence[int] = (),
     start: Position = BEGIN,
 ) -> PackOrder:
     """Return a run's order."""
+    return PackOrder(catalog.sample_sets, *_settings(config, catalog), counts, start)
+
+
+def _settings(config: RunConfig, catalog: Catalog) -> tuple[int, Capacity, int, int]:
     data = config.data
-    return PackOrder(
-        catalog.sample_sets,
-        config.run.seed,
-        catalog.capacity,
-        data.shuffle_shards,
-        data.pack_window,
-        counts,
-        start,
-    )
+    return config.run.seed, catalog.capacity, data.shuffle_shards, data.pack_window
 
 
 def order_key(config: RunConfig, catalog: Catalog) -> str:
     """Return an identity of a run's order."""
-    data = config.data
     weights = [one.weight for one in catalog.sample_sets]
-    text = (
-        f"{catalog.fingerprint} {weights} {config.run.seed} {catalog.capacity} "
-        f"{data.shuffle_shards} {data.pack_window}"
-    )
+    text = f"{catalog.fingerprint} {weights} {_settings(config, catalog)}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def with_packs(
     config: RunConfig,
     data: StoredData,
-    workers: int,
-    stream: TextIO | None,
+    workers: int = 1,
+    stream: TextIO | None = None,
 ) -> StoredData:
     """Return the data with the packs of each group of train.epochs.
 
@@ -67,7 +58,7 @@ def with_packs(
     catalog = Catalog(data.train)
     path = data.train[0].view / f"{order_key(config, catalog)}-{epochs}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):
-        return data._replace(packs=np.load(path))
+        return data._replace(packs=np.load(path).tolist())
     order = pack_order(config, catalog)
     groups = []
     samples = 0
@@ -75,14 +66,10 @@ def with_packs(
         made = order.epoch(epoch)
         samples += made.planned
         groups += [(epoch, group) for group in range(made.groups)]
-    with (
-        worker_pool(functools.partial(_count, order), min(workers, len(groups))) as run,
-        ProgressBar("samples packed", samples, stream, is_brief=True) as progress,
-    ):
-        found = run(groups, lambda through: progress.show(through, through))
-        packs = np.array([count for _, count in found], np.int32)
+    count = functools.partial(_count, order)
+    packs = counted(count, groups, workers, "samples packed", samples, stream)
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
-        np.save(file, packs)
+        np.save(file, np.array(packs, np.int32))
     return data._replace(packs=packs)
 
 

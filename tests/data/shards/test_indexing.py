@@ -16,7 +16,7 @@ from transformers import AddedToken, AutoTokenizer
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.index import index_path, read_index
-from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards
+from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, index_headers
 from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.tokenizer_files import text_fingerprint
 
@@ -190,14 +190,14 @@ def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_sampl
 
 
 def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars, logged):
-    assert unready_shards(tars, FINGERPRINTS["plain"]) == tars
+    assert index_headers(tars, FINGERPRINTS["plain"])[1] == tars
     build_indexes(tars[:2], PLAIN)
     build_indexes(tars[2:], CHAT)
-    assert unready_shards(tars, FINGERPRINTS["plain"]) == tars[2:]
+    assert index_headers(tars, FINGERPRINTS["plain"])[1] == tars[2:]
     written = [index_path(tar).stat().st_mtime_ns for tar in tars[:2]]
     logged.clear()
     ensure_indexes(tars, PLAIN)
-    assert unready_shards(tars, FINGERPRINTS["plain"]) == []
+    assert index_headers(tars, FINGERPRINTS["plain"])[1] == []
     assert [index_path(tar).stat().st_mtime_ns for tar in tars[:2]] == written
     assert logged[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
     assert logged[-1].startswith("1 of 1 shards")

@@ -269,7 +269,7 @@ def test_a_file_of_the_cache_that_is_cut_or_gone_is_made_again_with_the_same_byt
     tars = two_shards(tmp_path)
     before = seen(open_catalog(*tars))
     files = {path: path.read_bytes() for path in cached(tmp_path)}
-    assert len(files) == 12
+    assert len(files) == 11
     for path, content in files.items():
         for wrong in (None, b"", content[:-1], content[: len(content) // 2], b"{" + content):
             if wrong is None:
@@ -288,7 +288,7 @@ def test_a_catalogue_is_made_again_when_a_shard_or_an_index_is_replaced_and_the_
     before = seen(open_catalog(*tars))
     written = cached(tmp_path)
     open_catalog(*tars, held_out=0.5)
-    assert len(cached(tmp_path)) == len(written) + 4, "another view of the same catalogue"
+    assert len(cached(tmp_path)) == len(written) + 3, "another view of the same catalogue"
     write_indexed(tars[1], [("d.json", CAPTION), ("e.json", CAPTION)])
     assert len(open_catalog(*tars)) == 5
     assert len(cached(tmp_path)) == len(written)
@@ -304,7 +304,7 @@ def test_processes_that_count_at_once_make_one_catalogue(tmp_path):
     with context.Pool(4) as pool:
         found = pool.starmap(fingerprint_of, [(tars,)] * 8)
     assert set(found) == {open_catalog(*tars).fingerprint}
-    assert len(cached(tmp_path)) == 12
+    assert len(cached(tmp_path)) == 11
 
 
 def fingerprint_of(tars):

@@ -170,7 +170,7 @@ def test_the_sequence_does_not_depend_on_what_the_cache_holds(tiny, tmp_path, wo
     steps = keys_of(open_batches(tiny, *options), 12, 4)
     assert keys_of(open_batches(tiny, *options), 12, 4) == steps
     files = list((tmp_path / "cache").rglob("*.npy"))
-    assert len(files) == 12
+    assert len(files) == 11
     for path in files:
         os.truncate(path, path.stat().st_size - 1)
     assert keys_of(open_batches(tiny, *options), 12, 4) == steps

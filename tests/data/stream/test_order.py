@@ -321,11 +321,11 @@ def test_packs_that_are_counted_before_give_the_positions_and_the_steps():
     for epoch in range(3):
         for group in range(computed.epoch(epoch).groups):
             counts.append(len(computed.group(epoch, group)))
-    counted = pack_order(varied_sets(), counts=np.array(counts))
+    counted = pack_order(varied_sets(), counts=counts)
     counted.group = None  # none is computed
     assert counted.steps(3, 7) == steps
     assert counted.position(500) == computed.position(500)
-    counted = pack_order(varied_sets(), counts=np.array(counts))
+    counted = pack_order(varied_sets(), counts=counts)
     assert counted.packs(7 * steps - 3, 40) == computed.packs(7 * steps - 3, 40)
 
 

@@ -45,7 +45,7 @@ def test_whole_epochs_are_counted_once_and_give_steps_and_packs(
 def test_a_number_of_steps_needs_no_count_and_packs_of_an_epoch_are_an_estimate(tiny):
     config = config_of(tiny)
     data = stored_data(config)
-    assert with_packs(config, data, 1, None) is data
+    assert with_packs(config, data) is data
     packed = PackedBatches(config, 0, 1, data=data)
     assert "an epoch: 96 samples in about " in packed.summary
     one_group = load_config(tiny / "config.yaml", [])
