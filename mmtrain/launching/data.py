@@ -1,7 +1,7 @@
 """A run's data as its launcher sees them: there, of a known format, indexed, held out or not."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,14 @@ def with_formats(config: RunConfig) -> RunConfig:
     Raises what `data_sets` raises.
     """
     make_demo_data(config)
+    return _with_formats(config, data_sets(config.data), evaluated_set(config))
+
+
+def _with_formats(
+    config: RunConfig, sets: Sequence[DataSet], held_out: DataSet | None
+) -> RunConfig:
     data = config.data
-    names = [one.form.name for one in data_sets(data)]
+    names = [one.form.name for one in sets]
     changes: dict[str, Any] = {}
     if data.format == AUTO:
         changes["data.format"] = names[0]
@@ -38,7 +44,7 @@ def with_formats(config: RunConfig) -> RunConfig:
             section.changed({"format": name})
             for section, name in zip(data.sets, names, strict=True)
         )
-    if (held_out := evaluated_set(config)) is not None:
+    if held_out is not None:
         changes["eval.format"] = held_out.form.name
     return config.changed(changes)
 
@@ -49,12 +55,15 @@ def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredD
     Returns `with_formats(config)`, and what the ranks open. With `others_wait` other processes wait
     for this one, with a timeout: indexing that takes long is refused.
     """
-    config = with_formats(config)
+    make_demo_data(config)
+    sets = data_sets(config.data)
+    held_out = evaluated_set(config)
+    config = _with_formats(config, sets, held_out)
     found = {}
-    for one in data_sets(config.data):
+    for one in sets:
         key = f"data.sets ({one.name})" if one.name else "data.shards"
         found[key] = one
-    if (held_out := evaluated_set(config)) is not None:
+    if held_out is not None:
         _refuse_trained_on(held_out, found.values())
         found["eval.shards"] = held_out
     for key, one in found.items():

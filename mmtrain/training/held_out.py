@@ -184,14 +184,17 @@ def evaluated_samples(
 
     `packed` are the run's own data, counted here if None.
     """
-    if packed is not None:
-        own = packed.data.held_out
-        catalog = Catalog([own]) if own else packed.catalog
-    else:
-        # without the run's own data, which may be elsewhere now
+    if packed is None:
+        # Samples of eval.shards do not need the run's own data, which may be elsewhere now.
         own = evaluated_set(config)
-        sets = [own] if own else data_sets(config.data)
+        sets = [own]
+        if own is None:
+            sets = data_sets(config.data)
         catalog = Catalog([store_set(config, one) for one in sets])
+    elif packed.data.held_out is None:
+        catalog = packed.catalog
+    else:
+        catalog = Catalog([packed.data.held_out])
     if config.eval.fraction is None:
         return catalog, range(len(catalog))
     return catalog, catalog.held_out

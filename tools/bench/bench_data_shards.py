@@ -146,15 +146,14 @@ class SyntheticShards:
         samples: ndarray = np.zeros(SAMPLES, TABLES["samples"])
         samples["key_hash"] = np.random.RandomState(number).randint(0, 2**63, SAMPLES, np.uint64)
         samples["key_hash"] *= np.uint64(2)
-        place = np.arange(1, SAMPLES + 1)
-        samples["key_end"] = KEY_DIGITS * place
-        samples["member_end"] = 2 * place
-        samples["image_end"] = place
+        samples["keys"] = KEY_DIGITS
+        samples["members"] = 2
+        samples["images"] = 1
         images: ndarray = np.zeros(SAMPLES, TABLES["images"])
         images["width"], images["height"] = PICTURE
         keys = "".join(f"{at:0{KEY_DIGITS}d}" for at in range(SAMPLES)).encode()
         fingerprint = self.how.fingerprint
-        faults: dict[str, dict] = {"readings": {LLAVA.reading: []}, "texts": {fingerprint: []}}
+        faults: dict[str, list] = {LLAVA.reading: [], fingerprint: []}
         tables = {
             "samples": samples,
             "members": members.reshape(-1),
@@ -168,7 +167,7 @@ class SyntheticShards:
             "version": VERSION,
             "tar_bytes": tar_bytes,
             "readings": [LLAVA.reading],
-            "texts": {fingerprint: SAMPLES},
+            "texts": [fingerprint],
             "tables": {name: tables[name].size for name in TABLES},
         }
         tables[fingerprint] = self.tokens[texts]

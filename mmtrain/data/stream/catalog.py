@@ -211,8 +211,10 @@ class Catalog:
         if self.layout.is_sized:
             sizes = tuple(_row(tables, "images", place).tolist())
         stored = self.sets[one]
+        if stored.name:
+            key = f"{stored.name}/{key}"
         return Place(
-            f"{stored.name}/{key}" if stored.name else key,
+            key,
             Path(str(self._tables[one]["paths"][shard])),
             tuple(members),
             stored.measure.form,

@@ -110,7 +110,9 @@ class PackedBatches:
         tokens = sum(self.catalog.length(number) for number in group.samples.tolist())
         fill = tokens / (len(group) * capacity.tokens)
         packs = round(epoch.planned / len(group.samples) * len(group))
-        about = "about " if epoch.groups > 1 else ""
+        about = ""
+        if epoch.groups > 1:
+            about = "about "
         if self.order.counts:
             packs = self.order.first_pack(1)
             about = ""

@@ -209,24 +209,25 @@ def _pack_tiles(lengths: ndarray, capacity: Capacity, tiles: ndarray) -> list[li
     sizes = lengths.tolist()
     needs = tiles.tolist()
     packs: list[list[int]] = []
-    # of the open packs, in the order of opening, and an empty one: free tokens, free tiles, number
-    open_packs = np.empty((3, len(order)), np.int64)
+    # of the open packs, in the order of opening, and an empty one
+    free, room, numbers = np.empty((3, len(order)), np.int64)
     opened = 0
     for turn, position in enumerate(order.tolist()):
         # Leave out packs with room for none of the documents that are left.
         if turn % 128 == 0:
-            left = open_packs[:, :opened]
-            left = left[:, (left[0] >= shortest) & (left[1] >= fewest[turn])]
-            opened = left.shape[1]
-            open_packs[:, :opened] = left
-        open_packs[:, opened] = capacity.tokens + 1, capacity.tiles, len(packs)
-        free, room, numbers = open_packs[:, : opened + 1]
-        takes = (free >= sizes[position]) & (room >= needs[position])
-        best = int(np.where(takes, free, capacity.tokens + 2).argmin())
+            left = np.flatnonzero((free[:opened] >= shortest) & (room[:opened] >= fewest[turn]))
+            opened = len(left)
+            for column in (free, room, numbers):
+                column[:opened] = column[left]
+        free[opened] = capacity.tokens + 1
+        room[opened] = capacity.tiles
+        fits = (free[: opened + 1] >= sizes[position]) & (room[: opened + 1] >= needs[position])
+        best = int(np.where(fits, free[: opened + 1], capacity.tokens + 2).argmin())
         if best == opened:
-            opened += 1
             free[best] = capacity.tokens
+            numbers[best] = len(packs)
             packs.append([])
+            opened += 1
         free[best] -= sizes[position]
         room[best] -= needs[position]
         packs[numbers[best]].append(position)

@@ -322,12 +322,12 @@ def count_samples(
     if missing and make is not None:
         make()
         headers, missing = index_headers(tars, measure.text)
+        view = _view(tars, measure)
     if missing:
         raise UserError(
             f"{missing[0]}: its index has no token lengths for this format, tokenizer and "
             f"template. Make them: {MAKE} {missing[0]}"
         )
-    view = _view(tars, measure)
     catalogue = view.parent
     try:
         view.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,7 @@ def count_samples(
             # catalogues of shards or indexes that were replaced
             for other in catalogue.parent.glob(f"{catalogue.name.split('-')[0]}-*"):
                 if other != catalogue:
-                    shutil.rmtree(other)
+                    shutil.rmtree(other, ignore_errors=True)
             files = {}
             for name, path in _missing(view).items():
                 files[name] = written.enter_context(whole_file(path))
