@@ -1,7 +1,8 @@
 """Folders for files that mmtrain can make again.
 
 They hold verdicts of the probe, calibrations, the demo's data, exports for chatting, output of
-`pipe:` shards, indexes of shards in read-only folders, and shapes by `mmtrain record`.
+`pipe:` shards, indexes of shards in read-only folders, catalogues of data sets, and shapes by
+`mmtrain record`.
 """
 
 import os
