@@ -18,7 +18,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -215,19 +214,21 @@ def measure_rivals(folder: Path, samples: int, interpreter: str) -> Found:
     last_line((HERE / "bench_data_acts.py", "write_real", folder, samples))
     found = {}
     for name, label in RIVALS.items():
-        prepared = last_line((script, name, "prepare", folder), interpreter)
+        prepared = last_line((script, name, "prepare", folder), interpreter=interpreter)
         if "missing" in prepared:
             print_info(f"{label} is not measured: {prepared['missing']}")
             continue
         found[f"prepare {name}"] = prepared
-        found[f"start {name}"] = last_line((script, name, "start", folder), interpreter)
+        start = (script, name, "start", folder)
+        found[f"start {name}"] = last_line(start, interpreter=interpreter)
     return found
 
 
-def last_line(
-    script: Sequence[object], interpreter: str = sys.executable, **environment: str
-) -> dict[str, Any]:
-    """Run a script in a new process, and return the JSON of the last line that it prints."""
-    command = python_child(*script, interpreter=interpreter, **environment)
+def last_line(script: Sequence[object], **options: str) -> dict[str, Any]:
+    """Run a script in a new process, and return the JSON of the last line that it prints.
+
+    `options` are the interpreter, and variables of its environment.
+    """
+    command = python_child(*script, **options)
     ran = subprocess.run(**command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(ran.stdout.splitlines()[-1])

@@ -3,8 +3,7 @@
 python bench_data_acts.py ACT FOLDER [ARGUMENT] --> JSON, the last line of the output
 
 FOLDER/shards    the data set, by `write`
-FOLDER/run.pickle    configuration and StoredData, as ranks get them, by `count`
-FOLDER/starts.pickle    steps to begin with, and the positions of their checkpoints, by `prepare`
+FOLDER/starts.json   steps to begin with, and the positions of their checkpoints, by `prepare`
 
 A position's group is the true one. The number of its first pack is made up, since counting the
 packs of 10^8 samples takes minutes: a checkpoint knows it, and it costs nothing.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 import statistics
 import sys
 import time
@@ -28,6 +26,7 @@ from bench_data_memory import private_bytes
 from bench_data_shards import SAMPLES, SyntheticShards, run_config, write_real_tars
 from numpy import ndarray
 
+from mmtrain.base.printing import print_result
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.loader import PackedBatches
@@ -71,17 +70,18 @@ def count(folder: Path, by: str) -> dict[str, float]:
     processor = time.process_time()
     started = time.perf_counter()
     if by == "one":
-        data = stored_data(config)
+        stored_data(config)
     else:
-        config, data = check_data(config, others_wait=False)
+        check_data(config, others_wait=False)
     seconds = time.perf_counter() - started
     processor = time.process_time() - processor
-    (folder / "run.pickle").write_bytes(pickle.dumps((config, data)))
     return {"seconds": seconds, "processor_seconds": processor}
 
 
 def _run(folder: Path) -> tuple[RunConfig, StoredData]:
-    return pickle.loads((folder / "run.pickle").read_bytes())
+    """Return configuration and counted data, as ranks get them."""
+    config = run_config(folder / "shards")
+    return config, stored_data(config)
 
 
 def prepare(folder: Path) -> dict[str, int]:
@@ -99,7 +99,7 @@ def prepare(folder: Path) -> dict[str, int]:
         "border of groups": _before_border(order, 0, middle, packs_per_step),
         "border of epochs": _before_border(order, 0, groups - 1, packs_per_step),
     }
-    (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
+    (folder / "starts.json").write_text(json.dumps(starts))
 
     read: set[int] = set()
     for start in starts.values():
@@ -142,7 +142,7 @@ def open_data(folder: Path) -> dict[str, float]:
 def batch(folder: Path, name: str) -> dict[str, float]:
     """Make the micro-batches of a step in this process."""
     config, data = _run(folder)
-    start = pickle.loads((folder / "starts.pickle").read_bytes())[name]
+    start = Start(*json.loads((folder / "starts.json").read_text())[name])
     Processor(config)  # imports what it needs
     position = None
     if start.step:
@@ -211,4 +211,4 @@ ACTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 if __name__ == "__main__":
     act, folder, *arguments = sys.argv[1:]
-    print(json.dumps(ACTS[act](Path(folder), *arguments)))
+    print_result(json.dumps(ACTS[act](Path(folder), *arguments)))

@@ -131,4 +131,5 @@ def main(name: str, act: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))))
+    result = main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    sys.stdout.write(f"{json.dumps(result)}\n")
