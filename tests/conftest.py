@@ -16,11 +16,13 @@ from typing import NamedTuple
 # else asking for GPUs keeps forked ranks from using them
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 from gpu_ranks import no_real_gpus, real_gpus, why_no_gpus
 
+from mmtrain.base.cache import cache_folder
 from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
 
@@ -172,6 +174,16 @@ def one_thread():
 def own_cache(tmp_path, monkeypatch) -> None:
     """A cache that no other test sees."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_catalogue_left(tmp_path_factory) -> Iterator[None]:
+    """Remove the catalogues of this session's shards, of which the user's cache would keep a GB."""
+    yield
+    shards = str(tmp_path_factory.getbasetemp())
+    for paths in cache_folder("catalog").glob("*/paths.npy"):
+        if str(np.load(paths)[0]).startswith(shards):
+            shutil.rmtree(paths.parent, ignore_errors=True)
 
 
 @pytest.fixture
