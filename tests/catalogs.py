@@ -1,4 +1,4 @@
-"""Data sets opened as a run opens them: counted into a cache of the test's own, and mapped."""
+"""Data sets that are counted and mapped as a run does it."""
 
 import hashlib
 import itertools
@@ -47,7 +47,7 @@ def reasons(catalog: Catalog) -> dict[int, str]:
 
 
 def sample_set(lengths, sizes, weight=1.0, tiles=None, capacity=ANY_SIZE) -> SampleSet:
-    """What planning needs of samples in shards of these sizes; counts are taken one by one."""
+    """Return a data set for planning, its samples in shards of these sizes, counted one by one."""
     lengths = np.asarray(lengths, np.int32)
     tiles = np.zeros(len(lengths), np.int32) if tiles is None else np.asarray(tiles, np.int32)
     firsts = np.cumsum([0, *sizes])

@@ -178,7 +178,7 @@ def own_cache(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_catalogue_left(tmp_path_factory) -> Iterator[None]:
-    """Remove the catalogues of this session's shards, of which the user's cache would keep a GB."""
+    """Remove catalogues of this session's shards: they would fill the user's cache with a GB."""
     yield
     shards = str(tmp_path_factory.getbasetemp())
     for paths in cache_folder("catalog").glob("*/paths.npy"):

@@ -1,5 +1,5 @@
-"""What a run keeps of its steps, within a size, and of answers: their texts, and small upright
-pictures that are never taken for each other.
+"""Records of a run: steps stay within a size; answers keep their texts, and small upright pictures
+of their own.
 """
 
 from __future__ import annotations

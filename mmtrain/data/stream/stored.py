@@ -312,7 +312,7 @@ def count_samples(
     """Count a data set into its view in the cache; make that and its catalogue if need be.
 
     `make` makes indexes or lengths that are missing. Raises UserError for indexes that are stale or
-    damaged, for missing ones without `make`, and for a cache that cannot be written. Cost: 0.5 us a
+    damaged, for missing ones without `make`, and for a cache that cannot be written. Cost: 1 us a
     sample of one of the cores.
     """
     view = _view(tars, measure)
