@@ -18,7 +18,7 @@ from mmtrain.layouts.layout import ImageLayout
 def stored_set(
     tars: Sequence[Path],
     layout: ImageLayout,
-    text: str = "any",
+    text: str = "feed",
     *,
     max_image_pixels: int = 10**6,
     capacity: Capacity = ANY_SIZE,
@@ -31,7 +31,7 @@ def stored_set(
     return count_samples(tars, measure)._replace(weight=weight, name=name)
 
 
-def opened(tars: Sequence[Path], layout: ImageLayout, text: str = "any", **more) -> Catalog:
+def opened(tars: Sequence[Path], layout: ImageLayout, text: str = "feed", **more) -> Catalog:
     """The catalog of one data set whose texts have lengths under the fingerprint `text`."""
     return Catalog([stored_set(tars, layout, text, **more)])
 

@@ -181,7 +181,7 @@ def no_catalogue_left(tmp_path_factory) -> Iterator[None]:
     """Remove catalogues of this session's shards: they would fill the user's cache with a GB."""
     yield
     shards = str(tmp_path_factory.getbasetemp())
-    for paths in cache_folder("catalog").glob("*/paths.npy"):
+    for paths in cache_folder("catalog").glob("*/*/paths.npy"):
         if str(np.load(paths)[0]).startswith(shards):
             shutil.rmtree(paths.parent, ignore_errors=True)
 

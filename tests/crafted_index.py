@@ -27,7 +27,7 @@ TABLES = {
 class Parts:
     header: dict[str, Any]
     tables: dict[str, np.ndarray]  # those of TABLES, then tokens by fingerprint
-    faults: Any  # the JSON in the table of faults
+    faults: list[Any]  # rows of the table of faults
 
 
 def take_apart(content: bytes) -> Parts:
@@ -41,13 +41,15 @@ def take_apart(content: bytes) -> Parts:
         tables[name] = table
         begin += table.nbytes
     assert begin == len(body)
-    return Parts(header, tables, json.loads(tables["faults"].tobytes()))
+    faults = [json.loads(line) for line in tables["faults"].tobytes().splitlines()]
+    return Parts(header, tables, faults)
 
 
 def put_together(parts: Parts, **header: Any) -> bytes:
     """The file of these parts; `header` are values that its first line has all the same."""
     tables = dict(parts.tables)
-    tables["faults"] = np.frombuffer(compact(parts.faults), np.uint8)
+    lines = b"".join(compact(row) + b"\n" for row in parts.faults)
+    tables["faults"] = np.frombuffer(lines, np.uint8)
     counts = {name: len(tables[name]) for name in TABLES}
     fields = {**parts.header, "tables": counts, **header}
     fields.pop("crc32", None)

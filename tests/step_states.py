@@ -17,7 +17,7 @@ VERSIONS = {
 def state_of(step: int, **others: object) -> dict[str, Any]:
     """The state after `step` updates, with `others` for what it would be."""
     return {
-        "format": 1,
+        "format": 2,
         "step": step,
         "max_steps": step,
         "config": {},

@@ -20,7 +20,7 @@ class ProgressBar:
     total: int
     stream: TextIO | None = None  # carries the bar where it is a terminal
     counted: str = "samples"
-    is_brief: bool = False  # no line at the end of what took less than one is waited for
+    is_brief: bool = False  # no last line, where none was printed before
 
     def __post_init__(self) -> None:
         self.started = self.printed = time.monotonic()

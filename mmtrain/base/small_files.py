@@ -50,7 +50,8 @@ def refuse_lost_link(path: Path) -> None:
 def opened(path: Path, what: str) -> Iterator[BinaryIO]:
     """Open a file to read; `what` is the kind of file that errors ask for.
 
-    Raises FileNotFoundError, and UserError for what is no file or cannot be read.
+    Raises FileNotFoundError, and UserError for what is no file or cannot be read, also later, in
+    the caller's block.
     """
     try:
         with open_file(path) as stream:

@@ -33,7 +33,7 @@ from mmtrain.facts.models import Models, models_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
 CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = (
     "projector.safetensors",

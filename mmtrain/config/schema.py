@@ -62,7 +62,7 @@ class DataSetSection(Section):
     """webdataset shards: a tar file, a folder, a glob, a brace range, or a list"""
     format: Kept[SampleFormatName | None] = None
     """sample format of this data set; null: data.format"""
-    weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
+    weight: Kept[Float] = Field(1.0, gt=0, le=1000)
     """how often an epoch draws its samples: 2.5 draws all twice and half of them once more, 0.1
     draws a tenth
     """

@@ -74,7 +74,7 @@ def survey(
 ) -> Survey:
     """Read the index of every shard, as training does.
 
-    Raises what `read_index` and `count_samples` raise.
+    Raises what `read_tables` and `count_samples` raise.
 
     `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if
     there is exactly one.

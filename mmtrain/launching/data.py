@@ -1,7 +1,7 @@
 """A run's data as its launcher sees them: there, of a known format, indexed, held out or not."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +59,25 @@ def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredD
     sets = data_sets(config.data)
     held_out = evaluated_set(config)
     config = _with_formats(config, sets, held_out)
-    found = {}
-    for one in sets:
-        key = f"data.sets ({one.name})" if one.name else "data.shards"
-        found[key] = one
+    found = list(sets)
     if held_out is not None:
-        _refuse_trained_on(held_out, found.values())
-        found["eval.shards"] = held_out
-    for key, one in found.items():
-        refuse_empty_shards(one.shards, key)
-        refuse_unfinished_shards(one.shards, key)
-    stored = {}
-    for key, one in found.items():
-        stored[key] = store_set(config, one, usable_cores(), sys.stdout, others_wait)
-        Catalog([stored[key]]).refuse_useless_shards(key)
-    of_evaluation = stored.pop("eval.shards", None)
-    data = StoredData(tuple(stored.values()), of_evaluation)
+        _refuse_trained_on(held_out, sets)
+        found.append(held_out)
+    for one in found:
+        refuse_empty_shards(one.shards, one.key)
+        refuse_unfinished_shards(one.shards, one.key)
+    stored = []
+    for one in found:
+        stored.append(store_set(config, one, usable_cores(), sys.stdout, others_wait))
+        Catalog(stored[-1:]).refuse_useless_shards(one.key)
+    of_evaluation = held_out and stored.pop()
+    data = StoredData(tuple(stored), of_evaluation)
     return config, with_packs(config, data, usable_cores(), sys.stdout)
 
 
-def _refuse_trained_on(held_out: DataSet, others: Iterable[DataSet]) -> None:
+def _refuse_trained_on(held_out: DataSet, sets: Sequence[DataSet]) -> None:
     trained: set[Path] = set()
-    for one in others:
+    for one in sets:
         trained.update(map(Path.resolve, one.shards))
     if both := trained.intersection(map(Path.resolve, held_out.shards)):
         raise UserError(

@@ -70,7 +70,7 @@ class HeldOut:
         """
         config = packed.config
         self.packed = packed
-        self.capacity = packed.processor.capacity
+        self.capacity = packed.order.capacity
         self.faults: list[QuarantinedSample] = []
         with _naming_the_source(config.eval):
             catalog, numbers = evaluated_samples(config, packed)

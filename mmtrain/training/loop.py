@@ -251,7 +251,7 @@ class _Run:
                 engine.saw_gradient.add(name)
         engine.bad_steps = state["bad_steps"]
         self.audit.begin_with(state["trained"])
-        if state["data"]["fingerprint"] == self.data:
+        if self.packed is not None and self.packed.keeps_order:
             self.counts = state["data"]["counts"]
         if self.rank.rank == 0:
             own = start.checkpoint if start.is_own else None

@@ -246,7 +246,7 @@ def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path,
         saver.save(4, weights, optimizer, notes_of(weights), state)
         saver.finish()
     assert find(tmp_path).state == STATE | {
-        "format": 1,
+        "format": 2,
         "step": 4,
         "loss": "nan",
         "config": {"a": 1},

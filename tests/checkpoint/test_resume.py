@@ -296,6 +296,15 @@ def test_other_data_and_other_weights_are_refused_by_their_content(
     assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12]
 
 
+def test_another_order_that_is_allowed_begins_another_account_of_the_samples(
+    tiny, copied, tmp_path
+):
+    step_path(copied, LAST).rename(tmp_path / "away")  # else the run is complete
+    other = ("data.pack_window=8", "data.shuffle_shards=1")
+    resumed(tiny, tmp_path, *other, allow=("data",))
+    assert saved_steps(copied)[-1] == LAST
+
+
 # ---- signals
 
 

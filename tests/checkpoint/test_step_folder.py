@@ -149,7 +149,7 @@ CRAFTED = {
         "mmtrain did not write its step",
     ),
     "an entry that is a number": ({TENSORS: 7}, TENSORS),
-    "a later format": ({"format": 2}, f"{MANIFEST} has version 2; this mmtrain reads 1"),
+    "a later format": ({"format": 3}, f"{MANIFEST} has version 3; this mmtrain reads 2"),
     "a file that is not there": (
         {"other": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}},
         "other",
@@ -166,7 +166,7 @@ def test_content_that_no_run_writes_is_found_though_all_checksums_are_right(run,
             (folder / name).write_bytes(content)
             content = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         files[name] = content
-    described = {"format": entries.get("format", 1), "files": files}
+    described = {"format": entries.get("format", 2), "files": files}
     checksum = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     (folder / MANIFEST).write_text(json.dumps(described | {"sha256": checksum}, indent=1) + "\n")
     assert_found_out(run, accused)

@@ -30,8 +30,8 @@ def tars(tmp_path):
     first += [("c.json", ask), ("c.0.png", picture(9, 2)), ("c.1.png", picture(3, 3))]
     broken = [("d.json", conversation("<image>What?", "It.")), ("d.png", b"none")]
     return [
-        indexed(tmp_path / "0.tar", first, one=[10, 20, 30]),
-        indexed(tmp_path / "1.tar", broken, one=[0]),
+        indexed(tmp_path / "0.tar", first, a=[10, 20, 30]),
+        indexed(tmp_path / "1.tar", broken, a=[0]),
     ]
 
 
@@ -42,7 +42,7 @@ def test_samples_images_and_lengths_are_those_of_the_shards(tars):
     assert found.images.tolist() == [1, 0, 2, 1]
     assert found.image_sizes.tolist() == [[5, 7], [9, 2], [3, 3]]
     assert found.longer_sides.tolist() == [7, 9, 3]
-    assert found.fingerprint == "one"
+    assert found.fingerprint == "a"
     assert found.text_tokens.tolist() == [10, 20, 30]
     assert found.reasons == {"undecodable_image": 1}
 
@@ -56,14 +56,14 @@ def test_planning_gets_each_images_tokens_and_no_unusable_sample(tars):
 
 def test_lengths_need_one_fingerprint_that_all_shards_have(tars, tmp_path):
     hi = [("h.json", conversation("Hi.", "Ho."))]
-    both = indexed(tmp_path / "2.tar", hi, one=[4], other=[5])
+    both = indexed(tmp_path / "2.tar", hi, a=[4], b=[5])
     none = indexed(tmp_path / "3.tar", hi)
     for more in (both, none):
         found = survey([*tars, more])
         assert found.fingerprint is None and found.text_tokens is None
         assert found.reasons == {"undecodable_image": 1}
     assert survey([both]).fingerprint is None
-    assert survey([both], "other").text_tokens.tolist() == [5]
+    assert survey([both], "b").text_tokens.tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -153,14 +153,13 @@ class SyntheticShards:
         images["width"], images["height"] = PICTURE
         keys = "".join(f"{at:0{KEY_DIGITS}d}" for at in range(SAMPLES)).encode()
         fingerprint = self.how.fingerprint
-        faults: dict[str, list] = {LLAVA.reading: [], fingerprint: []}
         tables = {
             "samples": samples,
             "members": members.reshape(-1),
             "images": images,
             "keys": np.frombuffer(keys, np.uint8).reshape(SAMPLES, KEY_DIGITS).copy(),
             "suffixes": np.frombuffer(b"json\0jpg\0", np.uint8),
-            "faults": np.frombuffer(compact_json(faults), np.uint8),
+            "faults": np.empty(0, np.uint8),
         }
         header = {
             "format": FORMAT,

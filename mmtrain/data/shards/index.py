@@ -9,10 +9,10 @@ Then come the tables, one after the other, as TABLES says: raw little-endian num
 how many elements of keys (bytes), members and images are its own, after those of the samples before
 it. For each fingerprint (samples,) uint32 tokens follow.
 
-`suffixes` has the text of each number, a NUL behind each. `faults` is JSON: by reading, then by
-fingerprint, rows of place (a sample's number in its shard, from 0), reason and detail. Image sizes
-are those after turning by EXIF. Faults that do not depend on the tokenizer are listed by the format
-in which samples were read (SampleFormat.reading).
+`suffixes` has the text of each number, a NUL behind each. `faults` has a line of JSON for each: a
+reading or a fingerprint, place (a sample's number in its shard, from 0), reason and detail. Those
+that do not depend on the tokenizer have the format in which samples were read
+(SampleFormat.reading). Image sizes are those after turning by EXIF.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import zlib
@@ -31,7 +32,7 @@ from typing import Annotated, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy import ndarray
-from pydantic import BaseModel, Field, InstanceOf, RootModel, Strict, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, TypeAdapter, ValidationError
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
@@ -49,7 +50,8 @@ MAKE = "mmtrain index CONFIG"
 MEND = "mmtrain index CONFIG --rebuild"
 
 UNKNOWN_SIZE = (0, 0)  # width and height of an image whose header does not tell
-MAX_HEADER_BYTES = 1 << 16  # 300 bytes, and 30 for each tokenizer and template
+MAX_LINE = 1 << 16  # bytes; the first has 300, and 30 for each tokenizer and template
+_MAX_DETAIL = 2000  # characters of a fault's detail, 6 bytes each at most
 
 # `key_hash` decides whether a sample is held out.
 TABLES = {
@@ -187,13 +189,18 @@ def faults_of(tables: Tables, *names: str) -> Faults:
     """Return the samples of a shard that these readings, or these fingerprints' texts, cannot
     hold; of a sample with several faults the last.
     """
-    faults = _fault_rows(tables)
-    rows = chain.from_iterable(faults[name] for name in names)
-    return {place: (reason, detail) for place, reason, detail in rows}
+    faults = {}
+    for name, place, reason, detail in _fault_rows(tables):
+        if name in names:
+            faults[place] = (reason, detail)
+    return faults
 
 
-def _fault_rows(tables: Tables) -> dict[str, list[_FaultRow]]:
-    return _Faults.model_validate(json.loads(tables["faults"].tobytes())).root
+def _fault_rows(tables: Tables) -> Iterator[_FaultRow]:
+    # One by one: as objects that are not checked yet they may take 30 times their bytes.
+    lines = io.BytesIO(tables["faults"])
+    while line := lines.readline(MAX_LINE):
+        yield _FAULT.validate_python(json.loads(line))
 
 
 def other_reading(tar: Path, header: Header) -> UserError:
@@ -251,11 +258,11 @@ def _content(index: ShardIndex) -> bytes:
     suffixes = {}
     for member in members:
         suffixes.setdefault(member.suffix, len(suffixes))
-    faults = dict(sorted(index.faults.items()))
-    faults |= {name: text.faults for name, text in texts.items()}
-    fault_rows = {}
-    for name, found in faults.items():
-        fault_rows[name] = [(place, *fault) for place, fault in sorted(found.items())]
+    faults = index.faults | {name: text.faults for name, text in texts.items()}
+    lines = []
+    for name, found in sorted(faults.items()):
+        for place, (reason, detail) in sorted(found.items()):
+            lines.append(compact_json((name, place, reason, detail[:_MAX_DETAIL])) + b"\n")
     counts = (map(len, column) for column in (keys, index.members, index.image_sizes))
     rows = {
         "samples": list(zip(map(key_hash, keys), *counts, strict=True)),
@@ -265,7 +272,7 @@ def _content(index: ShardIndex) -> bytes:
     content = {name: np.array(of_table, TABLES[name]).tobytes() for name, of_table in rows.items()}
     content["keys"] = b"".join(keys)
     content["suffixes"] = "".join(f"{suffix}\0" for suffix in suffixes).encode()
-    content["faults"] = compact_json(fault_rows)
+    content["faults"] = b"".join(lines)
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -282,8 +289,10 @@ def _content(index: ShardIndex) -> bytes:
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what archive.read_headers takes
+_Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]  # no table's name
 # details hold any text
-_FaultRow = Annotated[tuple[_Count, Literal[tuple(REASONS)], InstanceOf[str]], Strict(False)]
+_FaultRow = tuple[_Name, _Count, Literal[tuple(REASONS)], InstanceOf[str]]
+_FAULT = TypeAdapter(_FaultRow)
 
 
 class Header(BaseModel, strict=True):
@@ -292,7 +301,7 @@ class Header(BaseModel, strict=True):
     format: Literal["mmtrain shard index"]
     tar_bytes: Annotated[int, Field(ge=0, le=2**62)]
     readings: Annotated[list[_Name], Field(min_length=1)]
-    texts: list[_Name]
+    texts: list[_Fingerprint]
     tables: dict[Literal[tuple(TABLES)], _Count]
     crc32: int
 
@@ -301,10 +310,6 @@ class Header(BaseModel, strict=True):
         """Type and rows of each table, in the file's order; tokens by their fingerprint."""
         shapes = {name: (dtype, self.tables[name]) for name, dtype in TABLES.items()}
         return shapes | dict.fromkeys(self.texts, (TOKENS, self.tables["samples"]))
-
-
-class _Faults(RootModel[dict[str, list[_FaultRow]]], strict=True):
-    """By reading and by fingerprint."""
 
 
 def read_header(tar: Path) -> Header:
@@ -352,7 +357,7 @@ def _opened(tar: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 def _read_header(path: Path, tar: Path, stream: BinaryIO) -> tuple[Header, int]:
     """Return the first line, and the CRC32 of its other values."""
-    line = stream.readline(MAX_HEADER_BYTES)
+    line = stream.readline(MAX_LINE)
     try:
         fields = json.loads(line)
         if fields["format"] == FORMAT and fields["version"] != VERSION:
@@ -413,25 +418,34 @@ def _check(header: Header, tables: Tables) -> None:
     # Each text is whole UTF-8, and can be printed.
     keys = tables["keys"]
     starts = np.cumsum(samples["keys"]) - samples["keys"]
-    keys.tobytes().decode()
-    suffixes = suffix_texts(tables)
-    is_control = (tables["suffixes"] < 32) | (tables["suffixes"] == 127)
-    if ((keys < 32) | (keys == 127)).any() or ((keys[starts] & 0xC0) == 0x80).any():
+    str(keys.data, "utf-8")
+    if _control_characters(keys) or ((keys[starts] & 0xC0) == 0x80).any():
         raise ValueError("keys: hold a control character, or a part of one")
-    if is_control.sum() != len(suffixes) or (members["suffix"] >= len(suffixes)).any():
+    ends = _control_characters(tables["suffixes"])
+    if ends > len(members):
+        raise ValueError("suffixes: are more than members, or hold a control character")
+    suffixes = suffix_texts(tables)
+    if ends != len(suffixes) or (members["suffix"] >= len(suffixes)).any():
         raise ValueError("suffixes: hold a control character, or too few texts")
 
     # Each image has a size, unless every reading has found a fault in its sample.
     is_picture = np.array([image_number(suffix) is not None for suffix in suffixes], bool)
     pictures = sums_of(is_picture[members["suffix"]], samples["members"])
     unsized = set(np.flatnonzero(pictures != samples["images"]).tolist())
-    faults = _fault_rows(tables)
-    if list(faults) != header.readings + header.texts:
-        raise ValueError("faults: are not those of the first line")
-    for name, rows in faults.items():
-        places = {place for place, *_ in rows}
-        if len(places) < len(rows) or max(places, default=-1) >= len(samples):
-            raise ValueError(f"faults.{name}: holds a place twice, or one without a sample")
-        if name in header.readings and unsized - places:
-            place = min(unsized - places)
+    names = header.readings + header.texts
+    places: dict[str, set[int]] = {name: set() for name in names}
+    if len(places) < len(names):
+        raise ValueError("readings, texts: one is named twice")
+    for name, place, *_ in _fault_rows(tables):
+        if name not in places or place in places[name] or place >= len(samples):
+            raise ValueError(f"faults: {name!r} is not in the first line, or {place} no sample's")
+        places[name].add(place)
+    for reading in header.readings:
+        if unsized - places[reading]:
+            place = min(unsized - places[reading])
             raise ValueError(f"images: sample {place} has other numbers of images and sizes")
+
+
+def _control_characters(text: ndarray) -> int:
+    # One after the other: each makes an array of the text's size.
+    return np.count_nonzero(text < 32) + np.count_nonzero(text == 127)

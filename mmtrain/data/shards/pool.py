@@ -1,4 +1,4 @@
-"""Jobs done by several processes: one pool for indexing and for sharding.
+"""Jobs done by several processes: one pool to shard, to index and to count.
 
 tasks --at most 2 x workers held--> work(task, advance), each in one of the workers -->
     results, in the tasks' order
@@ -74,7 +74,7 @@ def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterat
         pool.shutdown(cancel_futures=True)
 
 
-def counted(
+def results_of(
     work: Callable[[Task, Advance], Result],
     tasks: Sequence[Task],
     workers: int,

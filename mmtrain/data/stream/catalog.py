@@ -5,7 +5,7 @@ global sample number --Catalog.find--> shard, members at their offsets
     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why it is not used
 
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its
-images' tokens (known only here, where the vision encoder is).
+images' tokens (by the vision encoder's layout); `stored` adds them up.
 
 Damaged bytes cost their sample alone. A read that fails is tried again, since network storage
 stalls and restarts; one that fails for too long ends the run.
@@ -54,7 +54,7 @@ from mmtrain.data.shards.index import (
     suffix_texts,
 )
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
-from mmtrain.data.stream.stored import StoredSet, mapped
+from mmtrain.data.stream.stored import UNREADABLE, StoredSet, mapped
 
 _log = logging.getLogger(__name__)
 OPEN_FILES = 64  # shards kept open, those read last
@@ -95,7 +95,7 @@ class Catalog:
         for one in sets:
             try:
                 tables = mapped(one.view)
-            except (OSError, ValueError, EOFError) as error:
+            except UNREADABLE as error:
                 raise UserError(
                     f"{one.view}: cannot be read ({error}), though it was made as the run started. "
                     "Start again"
@@ -117,15 +117,12 @@ class Catalog:
 
     @property
     def held_out(self) -> ndarray:
-        """(held out,) numbers of the samples that are kept for evaluation."""
-        found = []
-        for first, one in zip(self.firsts, self.sample_sets, strict=False):
-            found.append(first + np.flatnonzero(one.lengths < 0))
-        return np.concatenate(found)
+        """(held out,) numbers of the held-out samples."""
+        return np.flatnonzero(np.concatenate([one.lengths < 0 for one in self.sample_sets]))
 
     @property
     def held_out_samples(self) -> int:
-        """Return the number of samples that are kept for evaluation."""
+        """Return the number of held-out samples."""
         return len(self) - sum(int(one.kept.sum()) for one in self.sample_sets)
 
     @property
@@ -157,11 +154,11 @@ class Catalog:
 
     def faults(self) -> Iterator[QuarantinedSample]:
         """Yield the samples that can never be trained on: they are drawn, and never planned."""
-        for first, one in zip(self.firsts, self.sample_sets, strict=False):
-            for at in np.flatnonzero(one.lengths == UNUSABLE):
-                fault = self.fault(int(first + at))
-                assert fault is not None, f"sample {first + at} has no length"
-                yield fault
+        is_unusable = [one.lengths == UNUSABLE for one in self.sample_sets]
+        for number in np.flatnonzero(np.concatenate(is_unusable)).tolist():
+            fault = self.fault(number)
+            assert fault is not None, f"sample {number} has no length"
+            yield fault
 
     def fault(self, number: int) -> QuarantinedSample | None:
         """Return why a sample can never be trained on; None: it can."""
@@ -195,7 +192,7 @@ class Catalog:
     def _faults_of_shard(self, one: int, shard: int) -> Faults:
         tables = self._tables_of_shard(one, shard)
         measure = self.sets[one].measure
-        # lengths do not matter
+        # Only the faults are wanted: any lengths do.
         return measure.shard({**tables, measure.text: np.zeros(len(tables["samples"]), int)})[2]
 
     def find(self, number: int) -> Place:
@@ -224,14 +221,12 @@ class Catalog:
     def refuse_overlong(self) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
         for one, sample_set in enumerate(self.sample_sets):
-            of_shards = self._tables[one]["shards"]["overlong"]
-            overlong = int(of_shards.sum())
+            lengths = abs(sample_set.lengths)
+            fits = self.capacity.fit(lengths, sample_set.tiles)
+            overlong = np.flatnonzero(~fits & (lengths != UNUSABLE)).tolist()
             if not overlong:
                 continue
-            begin = sample_set.firsts[(of_shards > 0).argmax()]
-            lengths = abs(sample_set.lengths[begin:])
-            fits = self.capacity.fit(lengths, sample_set.tiles[begin:])
-            at = int(begin + (~fits & (lengths != UNUSABLE)).argmax())
+            at = overlong[0]
             place = self.find(int(self.firsts[one]) + at)
             room = f"{self.capacity.tokens} tokens"
             if self.capacity.tiles is not None:
@@ -239,13 +234,13 @@ class Catalog:
             tiles = counted(int(sample_set.tiles[at]), "tile")
             raise UserError(
                 f"{place.shard}: sample {place.key}: "
-                f"{abs(sample_set.lengths[at])} tokens and {tiles} do not fit "
-                f"into a pack of {room} ({overlong:,} samples in all do not). "
+                f"{lengths[at]} tokens and {tiles} do not fit "
+                f"into a pack of {room} ({len(overlong):,} samples in all do not). "
                 "Raise data.pack_length or data.max_tiles_per_pack, or set data.overlong=skip"
             )
 
     def refuse_useless_shards(self, key: str) -> None:
-        """Raise UserError if no sample of the first data set can be trained on.
+        """Raise UserError if no sample of this one data set can be trained on.
 
         Warn of single shards without any.
         """

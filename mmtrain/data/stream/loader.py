@@ -84,9 +84,10 @@ class PackedBatches:
                 )
         self._order_key = order_key(config, self.catalog)
         start = BEGIN
-        if self.position is not None and self.position["order"] == self._order_key:
+        self.keeps_order = self.position is not None and self.position["order"] == self._order_key
+        if self.keeps_order:
             start = Position(*self.position["group"])
-        self.order = pack_order(config, self.catalog, self.data.packs, start)
+        self.order = pack_order(config, self.catalog, self.data.pack_counts, start)
         try:
             self.order.epoch(0)
         except UserError as error:
@@ -106,16 +107,15 @@ class PackedBatches:
         """
         epoch = self.order.epoch(0)
         group = self.order.group(0, 0)
-        capacity = self.processor.capacity
+        capacity = self.order.capacity
         tokens = sum(self.catalog.length(number) for number in group.samples.tolist())
         fill = tokens / (len(group) * capacity.tokens)
         packs = round(epoch.planned / len(group.samples) * len(group))
         about = ""
-        if epoch.groups > 1:
-            about = "about "
-        if self.order.counts:
+        if self.order.pack_counts:
             packs = self.order.first_pack(1)
-            about = ""
+        elif epoch.groups > 1:
+            about = "about "
         overlong = "too long for a pack"
         if capacity.tiles is not None:
             overlong += f" or with more than {capacity.tiles} tiles"
@@ -150,7 +150,7 @@ class PackedBatches:
     @property
     def most_tiles(self) -> int:
         """Bound on the tiles of a pack, from the sample with most tiles a token."""
-        capacity = self.processor.capacity
+        capacity = self.order.capacity
         bound = math.ceil(capacity.tokens * self.catalog.tiles_per_token)
         return bound if capacity.tiles is None else min(bound, capacity.tiles)
 

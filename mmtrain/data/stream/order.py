@@ -18,9 +18,9 @@ import hashlib
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -29,10 +29,10 @@ from mmtrain.base.errors import UserError
 
 UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never packed
 
-_EPOCHS_KEPT = _GROUPS_KEPT = 2  # a step may span two
-# What an epoch reads of a shard: in which pass over its set, how many samples it draws, the first
-# ones of the shard's order, how many of them are unusable, and samples that fit a pack, up to and
-# with these.
+_KEPT = 2  # a step may span two
+# A visit: an epoch reads one shard, in one of its passes over the set. `take` samples are drawn,
+# the first ones of the shard's order; `unusable` of these can never be trained on; `end` is how
+# many fit a pack, those of all visits before it included.
 _VISIT = np.dtype([(name, "i8") for name in ("pass", "shard", "take", "unusable", "end")])
 
 
@@ -171,12 +171,10 @@ def pack_best_fit(
         "a document does not fit an empty pack"
     )
     # Where no document has more tiles per token than a full pack may have, tokens run out first.
-    is_short_of_tokens = cap is None
     if cap is not None:
         scaled = np.multiply(tiles, capacity.tokens, dtype=np.int64)
-        is_short_of_tokens = bool((scaled < (cap + 1) * tokens).all())
-    if not is_short_of_tokens:
-        return _pack_tiles(tokens, capacity, np.asarray(tiles, np.int64))
+        if (scaled >= (cap + 1) * tokens).any():
+            return _pack_tiles(tokens, capacity, np.asarray(tiles, np.int64))
 
     open_packs: list[int] = []  # sorted, each as free tokens * count + its number
     packs: list[list[int]] = []
@@ -239,8 +237,8 @@ class PackOrder:
     """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
 
     Cost: 1 us for each sample of a group that is read. The number of a group's first pack needs the
-    packs of all groups before it: these are in `counts`, from the first epoch on, or each is
-    computed, from `start` on.
+    packs of all groups before it. `pack_counts` has them from the first epoch on; without it,
+    groups are packed one after the other, from `start` on.
     """
 
     sets: Sequence[SampleSet]
@@ -248,14 +246,18 @@ class PackOrder:
     capacity: Capacity
     shuffle_shards: int
     pack_window: int
-    counts: Sequence[int] = ()
+    pack_counts: Sequence[int] = ()  # of each group
     start: Position = BEGIN
 
     def __post_init__(self) -> None:
-        self.epoch = functools.lru_cache(_EPOCHS_KEPT)(self._epoch)
-        self.group = functools.lru_cache(_GROUPS_KEPT)(self._group)
-        self._positions = [BEGIN if self.counts else self.start]
+        self.epoch = functools.lru_cache(_KEPT)(self._epoch)
+        self.group = functools.lru_cache(_KEPT)(self._group)
+        self._positions = [BEGIN if self.pack_counts else self.start]
         self._offsets = np.cumsum([0, *(len(one.lengths) for one in self.sets)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the caches, which a spawned process makes itself."""
+        return PackOrder, tuple(getattr(self, each.name) for each in fields(self))
 
     def _epoch(self, epoch: int) -> Epoch:
         """Draw the shards of an epoch, and cut it into groups.
@@ -273,7 +275,10 @@ class PackOrder:
             unusable += int(of_set["unusable"].sum())
             planned += _planned(of_set)
             shards += one.weight * len(one.kept)
-        groups = max(1, round(min(shards / self.shuffle_shards, planned / self.pack_window)))
+        # No group is empty: each has a sample of the largest set.
+        largest = max(map(_planned, visits))
+        groups = min(shards / self.shuffle_shards, planned / self.pack_window, largest)
+        groups = max(1, round(groups))
         made = Epoch(tuple(visits), groups, drawn, planned, unusable)
         if not planned:
             raise UserError(self._why_empty(epoch, made))
@@ -284,7 +289,9 @@ class PackOrder:
         kept = int(one.kept.sum())
         whole = int(one.weight)
         parts = [np.empty(0, _VISIT)]
-        for number, take in enumerate([kept] * whole + [round((one.weight - whole) * kept)]):
+        takes = [kept] * whole
+        takes.append(round((one.weight - whole) * kept))
+        for number, take in enumerate(takes):
             if take == 0:
                 continue
             # these words, and others below, are the seed of every order: never change them
@@ -352,8 +359,8 @@ class PackOrder:
         """Append the position after the last known one, whose group is packed unless counted."""
         epoch, group, first_pack = self._positions[-1]
         number = len(self._positions) - 1
-        if number < len(self.counts):
-            first_pack += self.counts[number]
+        if number < len(self.pack_counts):
+            first_pack += self.pack_counts[number]
         else:
             first_pack += len(self.group(epoch, group))
         group += 1
@@ -425,16 +432,16 @@ def _drawn(one: SampleSet, purpose: str, visits: ndarray) -> ndarray:
     """
     firsts = one.firsts[visits["shard"]]
     sizes = one.firsts[visits["shard"] + 1] - firsts
+    # of each sample: its visit, and its number in the set
     visit = np.repeat(np.arange(len(visits)), sizes)
     numbers = np.arange(len(visit)) + (firsts - np.cumsum(sizes) + sizes)[visit]
-    seeds = np.empty(visits["pass"].max(initial=0) + 1, np.uint64)
-    for number in range(len(seeds)):
-        seeds[number] = _seed(f"samples {purpose} {number}", "<u8")[0]
-    keys = _hashed(_hashed(numbers) ^ seeds[visits["pass"][visit]])
+    passes, pass_of_visit = np.unique(visits["pass"], return_inverse=True)
+    seeds = np.array([_seed(f"samples {purpose} {number}", "<u8")[0] for number in passes])
+    keys = _hashed(_hashed(numbers) ^ seeds[pass_of_visit[visit]])
     numbers = numbers[np.lexsort((keys, visit))]
 
     is_kept = one.lengths[numbers] >= 0
     numbers = numbers[is_kept]
     visit = visit[is_kept]
-    place = np.arange(len(visit)) - np.searchsorted(visit, visit)
+    place = np.arange(len(visit)) - np.searchsorted(visit, visit)  # in its visit
     return numbers[place < visits["take"][visit]]

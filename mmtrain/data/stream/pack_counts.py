@@ -1,6 +1,7 @@
 """Count the packs of each group of a run's epochs, on all cores, once.
 
-order of a run --groups packed--> <key>.npy in the view of its first data set: (groups,) int32
+order of a run --groups packed-->
+    <key>-<epochs>.npy in the view of its first data set: (groups,) int32
 """
 
 import contextlib
@@ -13,20 +14,20 @@ import numpy as np
 
 from mmtrain.base.durable import whole_file
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.shards.pool import Advance, counted
+from mmtrain.data.shards.pool import Advance, results_of
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.order import BEGIN, Capacity, PackOrder, Position
-from mmtrain.data.stream.stored import StoredData
+from mmtrain.data.stream.stored import UNREADABLE, StoredData, writing
 
 
 def pack_order(
     config: RunConfig,
     catalog: Catalog,
-    counts: Sequence[int] = (),
+    pack_counts: Sequence[int] = (),
     start: Position = BEGIN,
 ) -> PackOrder:
     """Return a run's order."""
-    return PackOrder(catalog.sample_sets, *_settings(config, catalog), counts, start)
+    return PackOrder(catalog.sample_sets, *_settings(config, catalog), pack_counts, start)
 
 
 def _settings(config: RunConfig, catalog: Catalog) -> tuple[int, Capacity, int, int]:
@@ -57,8 +58,8 @@ def with_packs(
         return data
     catalog = Catalog(data.train)
     path = data.train[0].view / f"{order_key(config, catalog)}-{epochs}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        return data._replace(packs=np.load(path).tolist())
+    with contextlib.suppress(*UNREADABLE):
+        return data._replace(pack_counts=np.lib.format.open_memmap(path, "r").tolist())
     order = pack_order(config, catalog)
     groups = []
     samples = 0
@@ -67,10 +68,10 @@ def with_packs(
         samples += made.planned
         groups += [(epoch, group) for group in range(made.groups)]
     count = functools.partial(_count, order)
-    packs = counted(count, groups, workers, "samples packed", samples, stream)
-    with whole_file(path) as unfinished, unfinished.open("wb") as file:
+    packs = results_of(count, groups, workers, "samples packed", samples, stream)
+    with writing(path), whole_file(path) as unfinished, unfinished.open("wb") as file:
         np.save(file, np.array(packs, np.int32))
-    return data._replace(packs=packs)
+    return data._replace(pack_counts=packs)
 
 
 def _count(order: PackOrder, task: tuple[int, int], advance: Advance) -> int:

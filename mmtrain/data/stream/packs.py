@@ -24,7 +24,6 @@ from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import MEND
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, transform_of
-from mmtrain.data.stream.order import Capacity
 from mmtrain.facts.models import models_of
 from mmtrain.layouts.layout import Tiling
 from mmtrain.layouts.mrope import grid_positions
@@ -114,7 +113,7 @@ class Processor:
         self.transform: ImageTransform | None = None
         if config.model.vision is not None:
             self.transform = transform_of(models, config.data.max_image_pixels)
-        self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
+        self.pack_length = config.data.pack_length
 
     def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:
         """Return the document of a sample; raises UserError where its length is not its index's."""
@@ -142,7 +141,7 @@ class Processor:
         """Make a micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         return make_batch(
             packs,
-            self.capacity.tokens,
+            self.pack_length,
             self.decode,
             buffer,
             has_grid=self.layout.has_grid_positions,

@@ -287,7 +287,7 @@ def change_json(data: st.DataObject, value: Any) -> None:
 def test_an_index_that_somebody_made_up_is_refused_or_costs_samples(sound, tokenizer, data, layout):
     sound.path.write_bytes(sound.tar)
     parts = take_apart(sound.index)
-    parts.faults["llava"] = [[1, "not_json", "x"], [3, "no_answer", "y"]]
+    parts.faults = [["llava", 1, "not_json", "x"], ["llava", 3, "no_answer", "y"]]
     tables = {name: rows for name, rows in parts.tables.items() if name != "faults"}
     for _ in range(data.draw(st.integers(1, 3))):
         kind = data.draw(st.sampled_from(("table", "table", "table", "faults", "header")))

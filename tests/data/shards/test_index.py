@@ -76,7 +76,7 @@ def test_what_is_written_is_read_back(tar):
 
 def test_the_file_is_as_its_format_says(tar):
     parts = two_samples()
-    parts.faults["llava"] = [[1, "no_answer", "é"]]
+    parts.faults = [["llava", 1, "no_answer", "é"]]
     parts.tables["feed"][1] = 0
     index_path(tar).write_bytes(put_together(parts))
     file = index_path(tar).read_bytes()
@@ -128,8 +128,7 @@ def two_samples() -> Parts:
         "readings": ["llava"],
         "texts": ["feed"],
     }
-    faults = {"llava": [], "feed": []}
-    return Parts(header, tables | {"feed": np.array([12, 6], "<u4")}, faults)
+    return Parts(header, tables | {"feed": np.array([12, 6], "<u4")}, [])
 
 
 def with_number(table: str, field: str | None, row: int, value: int) -> Callable[[Parts], None]:
@@ -149,9 +148,9 @@ def with_numbers(table: str, field: str, *values: int) -> Callable[[Parts], None
     return change
 
 
-def with_faults(*rows: list, text: str = "feed") -> Callable[[Parts], None]:
+def with_faults(*rows: list) -> Callable[[Parts], None]:
     def change(parts: Parts) -> None:
-        parts.faults = {"llava": list(rows), text: []}
+        parts.faults = list(rows)
 
     return change
 
@@ -162,6 +161,10 @@ def without_last(*tables: str) -> Callable[[Parts], None]:
             parts.tables[name] = parts.tables[name][:-1]
 
     return change
+
+
+def with_suffixes(suffixes: bytes) -> Callable[[Parts], None]:
+    return lambda parts: parts.tables.update(suffixes=np.frombuffer(suffixes, np.uint8))
 
 
 def with_texts(texts: Any) -> Callable[[Parts], None]:
@@ -187,15 +190,19 @@ WRONG = {
     "a width below 0": (with_number("images", "width", 0, -1), "width"),
     "an image in the sample without": (with_numbers("samples", "images", 0, 1), "images: sample 0"),
     "no reading": (lambda parts: parts.header.update(readings=[]), "readings"),
-    "another reading": (lambda parts: parts.header.update(readings=["qa"]), "faults"),
-    "a fault twice": (with_faults([0, "not_json", ""], [0, "not_json", ""]), "faults"),
-    "a fault without a reason": (with_faults([0, "no such reason", ""]), r"llava\.0"),
-    "a fault without a sample": (with_faults([2, "not_json", ""]), "faults"),
-    "faults under another text": (with_faults(text="f00d"), "faults"),
+    "a reading that is a number": (lambda parts: parts.header.update(readings=[2]), "readings"),
+    "a fault twice": (with_faults(*[["llava", 0, "not_json", ""]] * 2), "faults"),
+    "a fault without a reason": (with_faults(["llava", 0, "no such reason", ""]), "2: Input"),
+    "a fault without a sample": (with_faults(["llava", 2, "not_json", ""]), "faults"),
+    "a fault under another text": (with_faults(["f00d", 0, "not_json", ""]), "faults"),
+    "a fault that is none": (with_faults([]), "Field required"),
+    "a fault with a long detail": (with_faults(["llava", 0, "not_json", "x" * 2**16]), "JSON"),
+    "more suffixes than members": (with_suffixes(b"json\0jpg\0" + b"a\0" * 2), "suffixes"),
     "lengths too few": (without_last("feed"), "bytes"),
     "no texts": (with_texts([]), "bytes"),
     "a text that is a number": (with_texts([2]), "texts"),
-    "a text twice": (with_texts(["feed", "feed"]), "faults"),
+    "a text twice": (with_texts(["feed", "feed"]), "texts"),
+    "a text with a table's name": (with_texts(["samples"]), "texts"),
 }
 
 
@@ -226,12 +233,12 @@ def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
     index_path(tar).write_bytes(deep + b"\n")
     with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
         read_index(tar)
-    parts.faults = "DEEP"
+    parts.faults = ["DEEP"]
     content = put_together(parts)
     line, _, body = content.partition(b"\n")
     header = json.loads(line)
     body = body.replace(b'"DEEP"', deep)
-    header["tables"]["faults"] = len(deep)
+    header["tables"]["faults"] = len(deep) + 1
     del header["crc32"]
     header["crc32"] = zlib.crc32(body, zlib.crc32(compact(header)))
     index_path(tar).write_bytes(compact(header) + b"\n" + body)
@@ -256,6 +263,11 @@ def test_a_damaged_file_takes_no_more_memory_than_three_of_it(tar, read, wrong):
     else:
         content = content.replace(b'"samples":20000', b'"samples":2000000000')
     index_path(tar).write_bytes(content)
+    assert peak_of(read, tar) < 3 * len(content)
+
+
+def peak_of(read, tar):
+    """Bytes that the reading of an index takes."""
     tracemalloc.start()
     try:
         with contextlib.suppress(UserError):
@@ -263,7 +275,24 @@ def test_a_damaged_file_takes_no_more_memory_than_three_of_it(tar, read, wrong):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 3 * len(content)
+    return peak
+
+
+@pytest.mark.parametrize("table", ["keys", "suffixes", "faults", "a fault"])
+def test_a_file_that_somebody_made_up_takes_no_more_memory_than_three_of_it(tar, table):
+    parts = two_samples()
+    if table == "keys":
+        parts.tables["keys"] = np.full(10**6, ord("a"), np.uint8)
+        parts.tables["samples"]["keys"] = (1, 10**6 - 1)
+    elif table == "suffixes":
+        parts.tables["suffixes"] = np.frombuffer(b"a\0" * 10**6, np.uint8)
+    elif table == "faults":
+        parts.faults = [[]] * 10**6
+    else:
+        parts.faults = [["llava", 0, "not_json", [[]] * 10**6]]
+    content = put_together(parts)
+    index_path(tar).write_bytes(content)
+    assert peak_of(read_tables, tar) < 3 * len(content)
 
 
 def test_an_index_of_another_version_is_refused_by_number(tar):

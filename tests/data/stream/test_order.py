@@ -1,5 +1,6 @@
 import itertools
 import os
+import pickle
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,16 +318,31 @@ def test_an_order_that_begins_at_a_group_gives_the_rest_of_the_packs():
 def test_packs_that_are_counted_before_give_the_positions_and_the_steps():
     computed = pack_order(varied_sets())
     steps = computed.steps(3, 7)
-    counts = []
+    pack_counts = []
     for epoch in range(3):
         for group in range(computed.epoch(epoch).groups):
-            counts.append(len(computed.group(epoch, group)))
-    counted = pack_order(varied_sets(), counts=counts)
+            pack_counts.append(len(computed.group(epoch, group)))
+    counted = pack_order(varied_sets(), pack_counts=pack_counts)
     counted.group = None  # none is computed
     assert counted.steps(3, 7) == steps
     assert counted.position(500) == computed.position(500)
-    counted = pack_order(varied_sets(), counts=counts)
+    counted = pack_order(varied_sets(), pack_counts=pack_counts)
     assert counted.packs(7 * steps - 3, 40) == computed.packs(7 * steps - 3, 40)
+
+
+def test_no_group_is_empty_where_each_set_has_fewer_samples_than_there_are_groups():
+    sets = [sample_set([10] * 6, 3) for _ in range(4)]
+    order = PackOrder(fitted(sets, Capacity(100)), 0, Capacity(100), 1, 2)
+    epoch = order.epoch(0)
+    assert epoch.groups == 6
+    groups = [order.group(0, group).samples for group in range(epoch.groups)]
+    assert sorted(np.concatenate(groups).tolist()) == list(range(24))
+
+
+def test_an_order_reaches_a_spawned_process():
+    order = pack_order(varied_sets())
+    order.epoch(0)
+    assert pickle.loads(pickle.dumps(order)).packs(0, 40) == order.packs(0, 40)
 
 
 def test_samples_before_a_pack_are_those_of_its_epoch():

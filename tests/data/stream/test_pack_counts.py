@@ -30,16 +30,18 @@ def test_whole_epochs_are_counted_once_and_give_steps_and_packs(
     assert counted.max_steps == walked.max_steps
     epochs = [counted.order.first_pack(epoch) for epoch in range(4)]
     assert epochs == [walked.order.first_pack(epoch) for epoch in range(4)]
-    assert len(data.packs) == sum(walked.order.epoch(epoch).groups for epoch in range(3)) == 6
+    assert len(data.pack_counts) == sum(walked.order.epoch(epoch).groups for epoch in range(3)) == 6
     assert f" in {epochs[1]} packs of " in counted.summary and "about" not in counted.summary
 
     with monkeypatch.context() as patch:
         patch.setattr(pack_counts, "_count", None)  # the file says it
         again = with_packs(config, stored_data(config), workers, None)
-    assert np.array_equal(again.packs, data.packs)
+    assert np.array_equal(again.pack_counts, data.pack_counts)
     (file,) = (tmp_path / "cache").rglob("*-3.npy")
     os.truncate(file, 130)
-    assert np.array_equal(with_packs(config, stored_data(config), 1, None).packs, data.packs)
+    assert np.array_equal(
+        with_packs(config, stored_data(config), 1, None).pack_counts, data.pack_counts
+    )
 
 
 def test_a_number_of_steps_needs_no_count_and_packs_of_an_epoch_are_an_estimate(tiny):

@@ -26,7 +26,7 @@ def open_reader(*tars: Path, retry_seconds: float = 0) -> Reader:
     """A reader of shards, each indexed as it is now."""
     for tar in tars:
         index = scan_shard(tar, lambda sample: None)
-        index.texts["any"] = TextLengths([1] * len(index.keys))
+        index.texts["feed"] = TextLengths([1] * len(index.keys))
         write_index(tar, index)
     return Reader(opened(tars, Square(1)), retry_seconds)
 
