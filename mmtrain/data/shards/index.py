@@ -24,6 +24,7 @@ import io
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -433,11 +434,11 @@ def _check(header: Header, tables: Tables) -> None:
     pictures = sums_of(is_picture[members["suffix"]], samples["members"])
     unsized = set(np.flatnonzero(pictures != samples["images"]).tolist())
     names = header.readings + header.texts
-    places: dict[str, set[int]] = {name: set() for name in names}
-    if len(places) < len(names):
+    if len(set(names)) < len(names):
         raise ValueError("readings, texts: one is named twice")
+    places: defaultdict[str, set[int]] = defaultdict(set)
     for name, place, *_ in _fault_rows(tables):
-        if name not in places or place in places[name] or place >= len(samples):
+        if name not in names or place in places[name] or place >= len(samples):
             raise ValueError(f"faults: {name!r} is not in the first line, or {place} no sample's")
         places[name].add(place)
     for reading in header.readings:
