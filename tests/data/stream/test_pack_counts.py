@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.stream import pack_counts
 from mmtrain.data.stream.loader import PackedBatches
@@ -42,6 +43,10 @@ def test_whole_epochs_are_counted_once_and_give_steps_and_packs(
     assert np.array_equal(
         with_packs(config, stored_data(config), 1, None).pack_counts, data.pack_counts
     )
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"-3\.npy: cannot be written .*XDG_CACHE_HOME"):
+        with_packs(config, stored_data(config), 1, None)
 
 
 def test_a_number_of_steps_needs_no_count_and_packs_of_an_epoch_are_an_estimate(tiny):
