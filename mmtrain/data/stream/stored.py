@@ -333,11 +333,11 @@ def count_samples(
     catalogue = view.parent
     with writing(view), contextlib.ExitStack() as written:
         view.mkdir(parents=True, exist_ok=True)
-        written.enter_context(held(catalogue / ".lock", wait=True))
+        written.enter_context(held(catalogue.parent / ".lock", wait=True))
         for leftover in catalogue.rglob(leftovers("*")):  # of killed processes
             if time.time() - leftover.stat().st_mtime > A_DAY:
                 leftover.unlink()
-        # of shards or indexes that were replaced; ranks may be about to open a newer one
+        # Shards or indexes were replaced. Ranks may still be about to open a younger catalogue.
         for other in catalogue.parent.iterdir():
             if other != catalogue and time.time() - other.stat().st_mtime > A_DAY:
                 shutil.rmtree(other, ignore_errors=True)
