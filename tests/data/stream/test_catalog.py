@@ -6,6 +6,7 @@ import zlib
 import pytest
 from archives import conversation, picture, write_tar
 from catalogs import is_held_out, lengths, opened, reasons, stored_set
+from small_disk import small_disk
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -323,6 +324,16 @@ def test_a_cache_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch
         UserError, match=r"catalog.*: cannot be written \(Not a dir.*XDG_CACHE_HOME"
     ):
         open_catalog(*tars)
+
+
+def test_a_disk_that_is_full_while_samples_are_counted_is_refused_by_name(tmp_path, monkeypatch):
+    files = [(f"{number}.json", CAPTION) for number in range(3000)]
+    tar = write_indexed(tmp_path / "0.tar", files)
+    with small_disk(tmp_path / "disk", kilobytes=100) as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        with pytest.raises(UserError, match=r"be written \(\d+ requested and .*XDG_CACHE_HOME"):
+            open_catalog(tar)
+        assert not [path for path in disk.rglob("*.npy*") if path.is_file()]
 
 
 @pytest.mark.usefixtures("own_cache")
