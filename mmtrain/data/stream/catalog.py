@@ -154,11 +154,13 @@ class Catalog:
 
     def faults(self) -> Iterator[QuarantinedSample]:
         """Yield the samples that can never be trained on: they are drawn, and never planned."""
-        is_unusable = [one.lengths == UNUSABLE for one in self.sample_sets]
-        for number in np.flatnonzero(np.concatenate(is_unusable)).tolist():
-            fault = self.fault(number)
-            assert fault is not None, f"sample {number} has no length"
-            yield fault
+        for one, sample_set in enumerate(self.sample_sets):
+            for shard in np.flatnonzero(sample_set.unusable).tolist():
+                first = int(self.firsts[one] + sample_set.firsts[shard])
+                for place in sorted(self._faults(one, shard)):
+                    fault = self.fault(first + place)
+                    assert fault is not None, f"sample {first + place} has no length"
+                    yield fault
 
     def fault(self, number: int) -> QuarantinedSample | None:
         """Return why a sample can never be trained on; None: it can."""
@@ -223,10 +225,10 @@ class Catalog:
         for one, sample_set in enumerate(self.sample_sets):
             lengths = abs(sample_set.lengths)
             fits = self.capacity.fit(lengths, sample_set.tiles)
-            overlong = np.flatnonzero(~fits & (lengths != UNUSABLE)).tolist()
-            if not overlong:
+            overlong = np.flatnonzero(~fits & (lengths != UNUSABLE))
+            if not len(overlong):
                 continue
-            at = overlong[0]
+            at = int(overlong[0])
             place = self.find(int(self.firsts[one]) + at)
             room = f"{self.capacity.tokens} tokens"
             if self.capacity.tiles is not None:
