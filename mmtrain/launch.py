@@ -16,6 +16,7 @@ from mmtrain.checkpoint.resume import refuse_unfit_init_from_run
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.shards.remote import is_remote, refuse_unfit_url
 from mmtrain.data.shards.shard_list import PIPE, expand_shards
 from mmtrain.facts.model_files import find_model_folder, is_demo
 from mmtrain.launching.command_line import Options, parse_arguments
@@ -111,8 +112,8 @@ def _refuse_unfit_weights(config: RunConfig) -> None:
 
 
 def _name_missing_shards(config: RunConfig) -> None:
-    """Print which shards training would refuse; a plan needs none, and runs no program of a pipe:
-    URL.
+    """Print which shards training would refuse; a plan needs none, asks no store, and runs no
+    program of a pipe: URL.
     """
     named = {"data.shards": config.data.shards, "eval.shards": config.eval.shards}
     named |= {f"data.sets ({one.name})": one.shards for one in config.data.sets or ()}
@@ -120,7 +121,8 @@ def _name_missing_shards(config: RunConfig) -> None:
         patterns = (shards,) if isinstance(shards, str) else shards or ()
         for pattern in patterns:
             try:
-                if not is_demo(pattern) and not pattern.startswith(PIPE):
+                refuse_unfit_url(pattern, key)
+                if not (is_demo(pattern) or is_remote(pattern) or pattern.startswith(PIPE)):
                     expand_shards(pattern, key)
             except UserError as error:
                 print_note(f"{error}; a plan needs no data, training does")

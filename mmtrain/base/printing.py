@@ -34,6 +34,7 @@ _OBEYED = re.compile(
 
 # The arguments of a `pipe:` URL hold headers and signed addresses.
 _ARGUMENTS = re.compile(r"((?:^\s*pipe:\s*|\bpipe:)\S+)\s.*", re.DOTALL)
+_QUERY = re.compile(r"(?<=\S)(?<=[^\s?])\?(?=\S*=)\S*")  # of a signed address
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password of an address
 
 
@@ -43,13 +44,15 @@ def without_logins(text: str) -> str:
 
 
 def disclosed(value: Any) -> Any:
-    """Return JSON-like values without logins, and with `pipe:PROGRAM ...` for each `pipe:` URL."""
+    """Return JSON-like values without logins and queries of addresses, and with
+    `pipe:PROGRAM ...` for each `pipe:` URL.
+    """
     if isinstance(value, dict):
         return {disclosed(key): disclosed(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [disclosed(inner) for inner in value]
     if isinstance(value, str):
-        return without_logins(_ARGUMENTS.sub(r"\1 ...", value))
+        return _QUERY.sub("?...", without_logins(_ARGUMENTS.sub(r"\1 ...", value)))
     return value
 
 

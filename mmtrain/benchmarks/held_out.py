@@ -9,12 +9,14 @@ two answers of different tokens have the same text.
 """
 
 import json
+import secrets
 from pathlib import Path
 
+from mmtrain.base.cache import cache_folder
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import ROLES
 from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.data.samples.sample import IGNORE
+from mmtrain.data.samples.sample import IGNORE, Document
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.chat_template import as_prompted
@@ -23,6 +25,16 @@ from mmtrain.training.held_out import HeldOut
 
 HELD_OUT = "held_out"  # the task's name
 QUESTIONS = "questions.jsonl"
+
+
+def _documents(config: RunConfig) -> list[Document]:
+    packed = PackedBatches(config, 0, 1)
+    fetching = packed.fetch(cache_folder("copies") / secrets.token_hex(8), [0], steps=0)
+    try:
+        return HeldOut(packed).documents
+    finally:
+        if fetching is not None:
+            fetching.stop()
 
 
 def write_questions(config: RunConfig, folder: Path) -> int:
@@ -35,7 +47,7 @@ def write_questions(config: RunConfig, folder: Path) -> int:
     is_plain = config.data.template == "plain"
     longest = 0
     with (folder / QUESTIONS).open("w", encoding="utf-8") as file:
-        for number, document in enumerate(HeldOut(PackedBatches(config, 0, 1)).documents):
+        for number, document in enumerate(_documents(config)):
             longest = max(longest, sum(label != IGNORE for label in document.labels))
             sample = document.sample
             images = []

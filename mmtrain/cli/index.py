@@ -19,7 +19,6 @@ images, on model.vision.layout.
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import print_result
@@ -28,6 +27,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.indexing import build_indexes, index_headers
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.inspection.reading import WORDS_HELP, parse_words, reading_of
@@ -58,7 +58,7 @@ def run(options: Namespace) -> None:
     config = expand_pretrained(load_config(options.config, options.changes))
     tars = shards_of(config, options.shards)
     reading = reading_of(config, tars)
-    todo: Sequence[Path] = tars
+    todo: Sequence[Tar] = tars
     if not options.rebuild:
         _, todo = index_headers(tars, reading.fingerprint)
     if len(todo) < len(tars):
@@ -87,7 +87,7 @@ def run(options: Namespace) -> None:
     surveyed.catalog.refuse_useless_shards("SHARDS")
 
 
-def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Path, ...]:
+def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Tar, ...]:
     """Return the shards that a command line names, else those of its configuration.
 
     Raises UserError. The demo's are made if need be.

@@ -23,7 +23,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -40,6 +39,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.detection import AUTO, sample_format
 from mmtrain.data.shards.index import MAKE, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.inspection.reading import (
@@ -205,13 +205,13 @@ def _print_distribution(title: str, values: np.ndarray) -> None:
     )
 
 
-def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
+def _verify(tars: Sequence[Tar], stream: TextIO, as_json: bool) -> int:
     without = [tar for tar in tars if not index_path(tar).is_file()]
     if without:
         raise UserError(
             f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no "
             f"checksums to compare with (the first is {without[0]}). "
-            f"Indexing takes a shard as it is now: {MAKE} {without[0].parent}"
+            f"Indexing takes a shard as it is now: {MAKE} {without[0]}"
         )
     damages: list[DamagedMember] = []
     samples = compared = done = 0
@@ -248,7 +248,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     return 1 if damages else 0
 
 
-def _show(tars: Sequence[Path], reading: Reading, options: Namespace) -> None:
+def _show(tars: Sequence[Tar], reading: Reading, options: Namespace) -> None:
     from mmtrain.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
     samples = tokenize_samples(tars, options.show, reading)

@@ -36,7 +36,8 @@ MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GP
 Tiles = Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None
 NonNegative = Annotated[Float, Field(ge=0)] | None
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
-_TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
+# Not in URLs and programs, which could send a variable away.
+_TARS = NamesFiles(lambda text: not (text.startswith("pipe:") or "://" in text))
 ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
 SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
 
@@ -59,7 +60,7 @@ class DataSetSection(Section):
     name: Kept[str] = Field(pattern=NAME)
     """name of this data set, written before the keys of its samples: name/key"""
     shards: Free[Annotated[Shards, _TARS]]
-    """webdataset shards: a tar file, a folder, a glob, a brace range, or a list"""
+    """webdataset shards, as in data.shards"""
     format: Kept[SampleFormatName | None] = None
     """sample format of this data set; null: data.format"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1000)
@@ -70,8 +71,9 @@ class DataSetSection(Section):
 
 class DataSection(Section):
     shards: Free[Annotated[Shards | None, _TARS]] = None
-    """webdataset shards: a tar file, a folder, a glob, a brace range, a pipe: URL (needs
-    data.allow_pipe), or a list; demo:train: the demo's shards. Set this or data.sets"""
+    """webdataset shards: a tar file, a folder, a glob, a brace range, a URL (s3://, gs://, az://,
+    https://, hf://datasets/ORG/NAME/; needs mmtrain[remote]), a pipe: URL (needs data.allow_pipe),
+    or a list; demo:train: the demo's shards. Set this or data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
     format: Kept[SampleFormatName] = "auto"
@@ -88,6 +90,9 @@ class DataSection(Section):
     allow_pipe: Free[tuple[str, ...]] = ()
     """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the
     cache. Only the command line can set it"""
+    cache_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    """space on each machine's disk for copies of remote shards, in GiB, those on their way
+    included; null: 100, or half of the free space if that is less"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens per pack"""
     max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None

@@ -34,6 +34,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import decode_image
+from mmtrain.data.stream.loader import evaluated_samples
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
@@ -44,7 +45,6 @@ from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.trained.lora import merge_adapters
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.stock_class import ExportedClass
-from mmtrain.training.held_out import evaluated_samples
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
 PROMPTS = 3

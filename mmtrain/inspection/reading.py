@@ -7,13 +7,13 @@ words --parse_words--> CONFIG, its changes, SHARDS --reading_of--> Reading: toke
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmtrain.config.load import KEY_AND_VALUE, example_name, refuse_repeated_keys
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.sample import Tokenization
 from mmtrain.data.shards.detection import sample_format
+from mmtrain.data.shards.remote import Tar
 from mmtrain.facts.models import models_of
 
 WORDS_HELP = (
@@ -53,7 +53,7 @@ def parse_words(
     return config, changes, others
 
 
-def reading_of(config: RunConfig, tars: Sequence[Path]) -> Reading:
+def reading_of(config: RunConfig, tars: Sequence[Tar]) -> Reading:
     """Return how a run reads these shards. Raises UserError."""
     data = config.data
     asked = SampleFormat(data.format, data.caption_key, data.caption_prompt)

@@ -9,7 +9,6 @@ sets of samples --order.PackOrder, as training plans-->
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy import ndarray
@@ -17,6 +16,7 @@ from numpy import ndarray
 from mmtrain.config.schema import DataSection
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.shards.index import faults_of, other_reading, read_tables, sums_of
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.order import UNUSABLE, Capacity, PackOrder, SampleSet
 from mmtrain.data.stream.stored import Measure, count_samples, positions_and_tiles
@@ -67,7 +67,7 @@ class Survey:
 
 
 def survey(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     fingerprint: str | None = None,
     layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,

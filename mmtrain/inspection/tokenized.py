@@ -7,7 +7,6 @@ key --indexes--> every sample of this key --Reader--> Sample
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +16,7 @@ from mmtrain.data.samples.records import BadSample, Turns
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample, Sizes
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, ShardIndex, read_index
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.stream.catalog import Catalog, Reader
 from mmtrain.data.stream.stored import Measure, count_samples
 from mmtrain.inspection.reading import Reading
@@ -58,7 +58,7 @@ class TokenizedSample:
     fault: QuarantinedSample | None
 
 
-def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
+def tokenize_samples(tars: Sequence[Tar], key: str, reading: Reading) -> list[TokenizedSample]:
     """Return every sample of this key in indexed shards, in order, read as training reads it.
 
     Raises UserError.
@@ -92,7 +92,7 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
     return tokenized
 
 
-def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int, ShardIndex]]:
+def _find(tars: Sequence[Tar], key: str) -> list[tuple[Tar, int, ShardIndex]]:
     """Return shard, place and index of each sample of a key."""
     places = []
     like = []

@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.detection import AUTO
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.pack_counts import with_packs
@@ -76,12 +76,12 @@ def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredD
 
 
 def _refuse_trained_on(held_out: DataSet, sets: Sequence[DataSet]) -> None:
-    trained: set[Path] = set()
+    trained: set[Tar] = set()
     for one in sets:
-        trained.update(map(Path.resolve, one.shards))
-    if both := trained.intersection(map(Path.resolve, held_out.shards)):
+        trained.update(tar.resolve() for tar in one.shards)
+    if both := trained.intersection(tar.resolve() for tar in held_out.shards):
         raise UserError(
-            f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained "
-            "on say nothing of others. Leave some shards out of data.shards, or set eval.fraction "
-            "instead"
+            f"eval.shards: {min(map(str, both))} is in data.shards too; scores on samples that are "
+            "trained on say nothing of others. Leave some shards out of data.shards, or set "
+            "eval.fraction instead"
         )

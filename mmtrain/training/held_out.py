@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import EvalSection, RunConfig
+from mmtrain.config.schema import EvalSection
 from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Catalog, Reader
-from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.loader import PackedBatches, evaluated_samples
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
-from mmtrain.data.stream.stored import data_sets, evaluated_set, store_set
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class HeldOut:
                     f"Set {share:.2g}, or set eval.shards"
                 )
 
-            reader = Reader(catalog, config.data.io_retry_seconds)
+            reader = Reader(catalog, config.data.io_retry_seconds, packed.reader.copies)
             found = [self._read(catalog, reader, int(number)) for number in chosen]
             read = [document for document in found if document is not None]
             reader.close()
@@ -174,30 +173,6 @@ class HeldOut:
         answered = [one for one in self.documents if set(one.labels) - {IGNORE}]
         count = min(count, len(answered))
         return [answered[i * len(answered) // count] for i in range(count)]
-
-
-def evaluated_samples(
-    config: RunConfig, packed: PackedBatches | None = None
-) -> tuple[Catalog, Sequence[int]]:
-    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds
-    out none.
-
-    `packed` are the run's own data, counted here if None.
-    """
-    if packed is None:
-        # Samples of eval.shards do not need the run's own data, which may be elsewhere now.
-        own = evaluated_set(config)
-        sets = [own]
-        if own is None:
-            sets = data_sets(config.data)
-        catalog = Catalog([store_set(config, one) for one in sets])
-    elif packed.data.held_out is None:
-        catalog = packed.catalog
-    else:
-        catalog = Catalog([packed.data.held_out])
-    if config.eval.fraction is None:
-        return catalog, range(len(catalog))
-    return catalog, catalog.held_out
 
 
 @contextlib.contextmanager

@@ -3,12 +3,14 @@ rank.
 """
 
 import os
+import secrets
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mmtrain.base.cache import cache_folder
 from mmtrain.base.collectives import all_gather_object, gather_to_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import show_logs
@@ -17,6 +19,7 @@ from mmtrain.checkpoint.resume import ResumePoint
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.copies import Fetching
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.stored import StoredData
 from mmtrain.engine.audit import (
@@ -105,9 +108,10 @@ class _Run:
         use_algorithms(config.train.deterministic)
         rank.progress.at(0, "joining the process group")
         join_process_group(self.device, config.parallel.timeout_seconds)
-        shared = [start]
+        shared = [start, secrets.token_hex(8)]
         dist.broadcast_object_list(shared, 0)
-        self.start = shared[0]
+        self.start, self.token = shared
+        self.fetching: Fetching | None = None
         self.config = config
         self.first_step = 0
         if self.start is not None:
@@ -136,6 +140,7 @@ class _Run:
                 data=data,
                 position=self.start and self.start.checkpoint.state["data"]["position"],
             )
+            self._fetch()
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
@@ -164,6 +169,15 @@ class _Run:
         self.console = Console(rank.console, self.max_steps, self.first_step, self.verbose)
         if self.packed is not None:
             self.console.line(self.packed.summary)
+
+    def _fetch(self) -> None:
+        """Read remote shards from copies, which the first rank here that reads has made."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.world_size))
+        first = self.rank.rank // local_ranks * local_ranks
+        here = self.plan.ranks[first : first + local_ranks]
+        replicas = [place.data for place in here if place.pipeline == 0]
+        folder = cache_folder("copies") / f"{self.token}-{first}"
+        self.fetching = self.packed.fetch(folder, replicas, self.packed.max_steps)
 
     def load_models(self) -> None:
         config = self.config
@@ -390,6 +404,8 @@ class _Run:
 
     def leave(self, message: str | None = None) -> str | None:
         self.recorder.close()
+        if self.fetching is not None:
+            self.fetching.stop()
         self.console.close()
         return message
 

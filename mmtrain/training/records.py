@@ -23,6 +23,7 @@ from mmtrain.checkpoint.run_folder import ANSWERS, METRICS
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.account import SampleLog
+from mmtrain.data.stream.copies import Copies
 from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
@@ -177,6 +178,7 @@ class Recorder:
 
         self.account: SampleLog | None = None
         self.batches: Generator[PackedBatch] | None = None
+        self._copies: Copies | None = None
         self._utilization = Utilization(config, device) if writes else None
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
         self._traced: list[TracedStep] = []
@@ -202,6 +204,7 @@ class Recorder:
         """
         self.account = SampleLog(packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
+        self._copies = packed.reader.copies
 
     def step(self, result: StepResult, seconds: float) -> None:
         step = result.step
@@ -236,6 +239,8 @@ class Recorder:
         """Record where each rank's time went since the last such record, if a step was made."""
         if self._utilization is not None and (sums := self._utilization.take_sums()) is not None:
             self.records.write("ranks", step=steps, **sums)
+            if self._copies is not None:
+                self.records.write("fetch", step=steps, **self._copies.stats())
 
     def close_account(self, steps: int) -> None:
         if self.account is not None:
@@ -249,6 +254,8 @@ class Recorder:
         self._write_trace()
         if self._utilization is not None and (summary := self._utilization.summary()) is not None:
             self._console.line(summary)
+        if self._copies is not None:
+            self._console.line(self._copies.summary)
         if self.batches is not None:
             self.batches.close()
         self.records.close()

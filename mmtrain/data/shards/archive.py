@@ -10,7 +10,6 @@ in silence. Nothing is ever extracted.
 import re
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from mmtrain.base.errors import UserError
@@ -51,7 +50,7 @@ def sample_name(name: str) -> tuple[str, str] | None:
     return match[1], match[2].lower()
 
 
-def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
+def read_headers(path: object, stream: BinaryIO) -> Iterator[ArchiveFile]:
     """Yield each regular file of the tar that `stream` reads, in order.
 
     Folders are skipped, contents not read.
@@ -120,7 +119,7 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
         offset += BLOCK + -(-content // BLOCK) * BLOCK
 
 
-def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
+def _refuse_more(path: object, stream: BinaryIO, offset: int, last: str) -> None:
     """Raise UserError for anything but zeros behind the end of archive.
 
     Readers drop it in silence.
@@ -134,7 +133,7 @@ def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
             )
 
 
-def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[str, bytes]:
+def _extensions(path: object, offset: int, kind: bytes, content: bytes) -> dict[str, bytes]:
     """Return path and size of the next file, as a pax header or a GNU long name gives them."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": content.partition(b"\0")[0]}
@@ -163,7 +162,7 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
     return extensions
 
 
-def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
+def _refuse_unsafe(path: object, offset: int, name: str) -> None:
     parts = re.split(r"[/\\]", name)
     fault = None
     if ".." in parts:

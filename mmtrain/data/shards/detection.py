@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape, first_few
@@ -30,6 +29,7 @@ from mmtrain.data.samples.formats import (
 from mmtrain.data.samples.records import MAX_RECORD_BYTES, BadSample, objects_in
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ AUTO: SampleFormatName = "auto"
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
 
-def sample_format(asked: SampleFormat, shards: Sequence[Path], key: str) -> SampleFormat:
+def sample_format(asked: SampleFormat, shards: Sequence[Tar], key: str) -> SampleFormat:
     """Return the format that is asked for; for `auto` the best one on the first samples, logged.
 
     `key` is the configuration's name for the shards. Raises UserError where no format reads any
@@ -106,7 +106,7 @@ def _most_frequent(faults: list[BadSample]) -> str:
     return f"{count} {reason}: {escape(examples[reason])}"
 
 
-def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
+def _first_samples(shards: Sequence[Tar], key: str) -> list[_Members]:
     samples = []
     damage = None
     for shard in shards:
@@ -127,7 +127,7 @@ def _first_samples(shards: Sequence[Path], key: str) -> list[_Members]:
     return samples
 
 
-def _refuse_scattered(shard: Path) -> None:
+def _refuse_scattered(shard: Tar) -> None:
     """Raise UserError for two samples of one key that share no suffix: they were meant as one."""
     seen = {}
     for key, members in _samples_of(shard):
@@ -141,7 +141,7 @@ def _refuse_scattered(shard: Path) -> None:
         earlier.update(dict.fromkeys(members, b""))
 
 
-def _samples_of(shard: Path) -> Iterator[tuple[str, _Members]]:
+def _samples_of(shard: Tar) -> Iterator[tuple[str, _Members]]:
     """Yield key and members of each sample of a shard.
 
     Raises UserError, when it gets there, for damage.

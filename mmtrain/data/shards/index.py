@@ -43,6 +43,7 @@ from mmtrain.base.printing import escape
 from mmtrain.base.small_files import opened
 from mmtrain.data.samples.records import REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, Sizes, image_number
+from mmtrain.data.shards.remote import RemoteTar, Tar
 
 FORMAT = "mmtrain shard index"
 # 4: tables of numbers
@@ -139,10 +140,11 @@ class ShardIndex:
         self.image_sizes.append(tuple(image_sizes))
 
 
-def index_path(tar: Path) -> Path:
+def index_path(tar: Tar) -> Path:
     """Return the path of a shard's index.
 
-    It lies beside the tar, or in the cache if it is there or that folder cannot be written.
+    It lies beside the tar, or in the cache if it is there or that folder cannot be written; that of
+    a remote tar in the cache.
     """
     cached = _in_cache(tar)
     beside = _beside(tar)
@@ -151,16 +153,20 @@ def index_path(tar: Path) -> Path:
     return beside
 
 
-def _beside(tar: Path) -> Path:
+def _beside(tar: Tar) -> Path:
+    if isinstance(tar, RemoteTar):
+        return tar.index
     return tar.with_name(tar.name + ".index")
 
 
-def _in_cache(tar: Path) -> Path:
+def _in_cache(tar: Tar) -> Path:
+    if isinstance(tar, RemoteTar):
+        return tar.index
     name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:24]
     return cache_folder("index") / f"{name}.index"
 
 
-def read_index(tar: Path) -> ShardIndex:
+def read_index(tar: Tar) -> ShardIndex:
     """Read the index of a shard, an object for each sample.
 
     Raises what `read_tables` raises. Cost: 4 us a sample.
@@ -204,7 +210,7 @@ def _fault_rows(tables: Tables) -> Iterator[_FaultRow]:
         yield _FAULT.validate_python(json.loads(line))
 
 
-def other_reading(tar: Path, header: Header) -> UserError:
+def other_reading(tar: Tar, header: Header) -> UserError:
     return UserError(
         f"{tar}: its index has samples of format {', '.join(header.readings)} only. "
         f"Index it: {MAKE} {tar}"
@@ -228,7 +234,7 @@ def key_hash(key: bytes) -> int:
     return int.from_bytes(digest, "big")
 
 
-def write_index(tar: Path, index: ShardIndex) -> None:
+def write_index(tar: Tar, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete.
 
     Raises UserError if the disk refuses it.
@@ -242,13 +248,13 @@ def write_index(tar: Path, index: ShardIndex) -> None:
             write_whole(path, content)
             break
         except OSError as error:
-            if path is cached or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if path == cached or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise UserError(
                     f"{path}: cannot be written ({error.strerror}). "
                     "Free space, or make the folder writable"
                 ) from error
     # a home may be closed to its user: HOME=/root in a container
-    if path is beside and os.access(cached, os.F_OK):
+    if path != cached and os.access(cached, os.F_OK):
         cached.unlink(missing_ok=True)  # it would hide the new one
 
 
@@ -313,7 +319,7 @@ class Header(BaseModel, strict=True):
         return shapes | dict.fromkeys(self.texts, (TOKENS, self.tables["samples"]))
 
 
-def read_header(tar: Path) -> Header:
+def read_header(tar: Tar) -> Header:
     """Read the first line of a shard's index.
 
     Raises MissingIndex, or UserError for one of another version, size or tar.
@@ -323,7 +329,7 @@ def read_header(tar: Path) -> Header:
     return header
 
 
-def read_tables(tar: Path) -> tuple[Header, Tables]:
+def read_tables(tar: Tar) -> tuple[Header, Tables]:
     """Read the index of a shard, and check it.
 
     Raises MissingIndex, or UserError for one that is damaged or of another tar. Cost: 0.2 us a
@@ -347,7 +353,7 @@ def read_tables(tar: Path) -> tuple[Header, Tables]:
 
 
 @contextlib.contextmanager
-def _opened(tar: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def _opened(tar: Tar) -> Iterator[tuple[Path, BinaryIO]]:
     path = index_path(tar)
     try:
         with opened(path, "an index") as stream:
@@ -356,7 +362,7 @@ def _opened(tar: Path) -> Iterator[tuple[Path, BinaryIO]]:
         raise MissingIndex(f"{tar}: has no index {path}. Make it: {MAKE} {tar}") from None
 
 
-def _read_header(path: Path, tar: Path, stream: BinaryIO) -> tuple[Header, int]:
+def _read_header(path: Path, tar: Tar, stream: BinaryIO) -> tuple[Header, int]:
     """Return the first line, and the CRC32 of its other values."""
     line = stream.readline(MAX_LINE)
     try:
@@ -388,7 +394,7 @@ def _read_header(path: Path, tar: Path, stream: BinaryIO) -> tuple[Header, int]:
     return header, zlib.crc32(compact_json(fields))
 
 
-def _damaged(path: Path, tar: Path, error: Exception) -> UserError:
+def _damaged(path: Path, tar: Tar, error: Exception) -> UserError:
     seen = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]

@@ -16,16 +16,14 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 
-from mmtrain.base.durable import lock
+from mmtrain.base.durable import held, lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, SampleFormat, text_suffix
@@ -54,6 +52,7 @@ from mmtrain.data.shards.index import (
     write_index,
 )
 from mmtrain.data.shards.pool import Advance, worker_pool
+from mmtrain.data.shards.remote import RemoteTar, Tar
 from mmtrain.runtime.gpus import usable_cores
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ _CHUNK = 1 << 20  # bytes
 
 
 def ensure_indexes(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     how: Tokenization,
     *,
     workers: int | None = None,
@@ -96,7 +95,7 @@ def ensure_indexes(
     build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
 
-def index_headers(tars: Sequence[Path], fingerprint: str) -> tuple[list[Header], list[Path]]:
+def index_headers(tars: Sequence[Tar], fingerprint: str) -> tuple[list[Header], list[Tar]]:
     """Return the first line of each index with lengths under this fingerprint, and the shards
     without one.
 
@@ -121,7 +120,7 @@ def index_headers(tars: Sequence[Path], fingerprint: str) -> tuple[list[Header],
 
 
 def build_indexes(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     how: Tokenization,
     *,
     workers: int = 1,
@@ -162,7 +161,7 @@ def build_indexes(
 def _index_shard(
     count: TextCounter,
     rebuild: bool,
-    tar: Path,
+    tar: Tar,
     advance: Advance,
 ) -> UserError | None:
     """Index one shard.
@@ -170,9 +169,13 @@ def _index_shard(
     Return the error that kept it from being indexed, so that the other shards go on.
     """
     try:
-        with tar.open("rb") as stream:
+        with tar.open("rb") as stream, contextlib.ExitStack() as locked:
             # a process with another tokenizer waits, and then adds its lengths to these
-            lock(stream)
+            if isinstance(tar, RemoteTar):
+                tar.index.parent.mkdir(parents=True, exist_ok=True)
+                locked.enter_context(held(tar.index.with_suffix(".lock"), wait=True))
+            else:
+                lock(stream)
             index = None
             form = count.how.form
             fingerprint = count.how.fingerprint
@@ -209,7 +212,7 @@ def _index_shard(
 
 
 def _measure_texts(
-    tar: Path,
+    tar: Tar,
     stream: BinaryIO,
     index: ShardIndex,
     measure: Callable[[Sample | BadSample | None], None],
@@ -218,7 +221,8 @@ def _measure_texts(
     """Measure an indexed shard by the members with texts alone."""
 
     def read(member: Member) -> bytes:
-        content = os.pread(stream.fileno(), member.size, member.offset)
+        stream.seek(member.offset)
+        content = stream.read(member.size)
         if zlib.crc32(content) != member.crc32:
             raise BadSample("checksum", checksum_detail(member))
         return content
@@ -241,7 +245,7 @@ def _measure_texts(
 
 
 def _without_images(
-    tar: Path,
+    tar: Tar,
     key: str,
     members: Sequence[Member],
     sizes: Sizes,
@@ -275,7 +279,7 @@ class _File(NamedTuple):
 
 
 def scan_shard(
-    tar: Path,
+    tar: Tar,
     on_sample: Callable[[Sample | None], None],
     form: SampleFormat = LLAVA,
 ) -> ShardIndex:
@@ -287,7 +291,7 @@ def scan_shard(
     try:
         # Pillow's
         with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):
-            index = ShardIndex(os.fstat(stream.fileno()).st_size, [], [], [], {form.reading: {}})
+            index = ShardIndex(stream.seek(0, 2), [], [], [], {form.reading: {}})
             for key, files in itertools.groupby(_files(tar, stream), key=attrgetter("key")):
                 on_sample(_add_sample(index, tar, key, list(files), form))
     except OSError as error:
@@ -295,7 +299,7 @@ def scan_shard(
     return index
 
 
-def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
+def _files(tar: Tar, stream: BinaryIO) -> Iterator[_File]:
     for file in read_headers(tar, stream):
         named = sample_name(file.name)
         if named is None:
@@ -353,7 +357,7 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
 
 def _add_sample(
     index: ShardIndex,
-    tar: Path,
+    tar: Tar,
     key: str,
     files: list[_File],
     form: SampleFormat,

@@ -2,7 +2,8 @@
 
 `data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
-`pipe:curl -sf https://host/shard-000000.tar`
+`s3://bucket/train/*.tar` --the store is asked--> `RemoteTar`s
+`pipe:curl -sSf https://host/shard-000000.tar`
     --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
 
 Samples are read by offset, in an order that changes every epoch, so what a program writes has to be
@@ -14,7 +15,9 @@ import itertools
 import logging
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,9 +29,10 @@ from braceexpand import UnbalancedBracesError, braceexpand
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import escape
+from mmtrain.base.printing import disclosed, escape
 from mmtrain.base.small_files import refuse_lost_link
 from mmtrain.data.shards.archive import read_headers
+from mmtrain.data.shards.remote import Tar, is_remote, refuse_unfit_url, remote_tars
 from mmtrain.facts.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ _DEMO_SOURCES = (
 MAX_NAMES = 1_000_000  # shards of 100 MB: 100 TB
 MAX_PATTERN = 4096  # characters, as of a path
 MAX_BRACES = 100  # braceexpand calls itself for braces inside braces
+_CHUNK = 1 << 20  # bytes
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
 
@@ -56,31 +61,33 @@ def expand_shards(
     shards: str | Sequence[str],
     key: str = "data.shards",
     allow_pipe: Sequence[str] = (),
-) -> tuple[Path, ...]:
+    cache_gib: float | None = None,
+) -> tuple[Tar, ...]:
     """List the tar files that `shards` names, in order.
 
-    It holds paths, folders, globs (*, ?) and brace ranges ({00000..00099}).
+    It holds paths, URLs, folders, globs (*, ?) and brace ranges ({00000..00099}).
 
     A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean
-    to webdataset. `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
-    configuration's name for the list. Raises UserError for a pattern without files, a file named
-    twice, and other URLs.
+    to webdataset. `pipe:` URLs are run if `allow_pipe` names their program; their output may take
+    `cache_gib`. `key` is the configuration's name for the list. Raises UserError for a pattern
+    without files, a file named twice, and what a store refuses.
     """
     if isinstance(shards, str):
         shards = (shards,)
     tars = []
     for pattern in shards:
-        tars += _tars_of(pattern, key, allow_pipe)
+        tars += _tars_of(pattern, key, allow_pipe, cache_gib)
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
 
     for path in tars:
-        refuse_lost_link(path)
-        if not path.is_file():
-            raise UserError(
-                f"{key}: {path} is not a regular file. Name tars, or folders that hold them"
-            )
-        if path.suffix.lower() in _RECORD_SUFFIXES:
+        if isinstance(path, Path):
+            refuse_lost_link(path)
+            if not path.is_file():
+                raise UserError(
+                    f"{key}: {path} is not a regular file. Name tars, or folders that hold them"
+                )
+        if path.name.lower().endswith(_RECORD_SUFFIXES):
             raise UserError(
                 f"{key}: {path} is a file of records, not a webdataset tar. "
                 f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
@@ -94,7 +101,9 @@ def expand_shards(
     return tuple(tars)
 
 
-def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
+def _tars_of(
+    pattern: str, key: str, allow_pipe: Sequence[str], cache_gib: float | None
+) -> list[Tar]:
     if is_demo(pattern):
         tars = sorted(demo_shards(pattern).glob("*.tar"))
         if not tars:
@@ -109,13 +118,15 @@ def _tars_of(pattern: str, key: str, allow_pipe: Sequence[str]) -> list[Path]:
             f"or set {key}=null where that is allowed"
         )
     is_pipe = pattern.startswith(PIPE)
-    if "://" in pattern and not is_pipe:
-        raise UserError(
-            f"{key}: {pattern!r} is a URL, but shards are read from local files. Download them, "
-            f"or let a program do it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
-        )
     if is_pipe:
-        return [_piped_shard(name, allow_pipe, key) for name in _without_braces(pattern, key)]
+        names = _without_braces(pattern, key)
+        return [_piped_shard(name, allow_pipe, key, cache_gib) for name in names]
+
+    if "::" in pattern and not Path(pattern).exists():
+        raise UserError(f"{key}: {pattern!r} joins names by ::. Write a list of names")
+    refuse_unfit_url(pattern, key)
+    if is_remote(pattern):
+        return remote_tars(_without_braces(pattern, key), key)
 
     tars = []
     for path in matching_files(pattern, key):
@@ -203,23 +214,38 @@ def demo_shards(name: str) -> Path:
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
 
 
-def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
+def cache_bound(cache_gib: float | None) -> int:
+    """Return the bytes that copies of remote shards may take, without those of `pipe:` shards."""
+    folder = cache_folder("pipe")
+    if cache_gib is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        cache_gib = min(100, shutil.disk_usage(folder).free / 2**31)
+    return round(cache_gib * 2**30) - sum(file.stat().st_size for file in folder.glob("*.tar"))
+
+
+def _piped_shard(url: str, allowed: Sequence[str], key: str, cache_gib: float | None) -> Path:
     """Return the file with the output of a `pipe:` URL's command.
 
     The command runs, without a shell, if the file is not there yet.
 
-    Raises UserError for programs other than the `allowed` ones and for one that fails.
+    Raises UserError for programs other than the `allowed` ones, for one that fails, and for more
+    output than the cache may hold.
     """
+    shown = disclosed(url)
     try:
         command = shlex.split(url.removeprefix(PIPE))
     except ValueError as error:
-        raise UserError(f"{key}: {url!r} cannot be split into words ({error})") from None
+        raise UserError(f"{key}: {shown!r} cannot be split into words ({error})") from None
+    if "|" in url:
+        raise UserError(
+            f"{key}: {shown!r} holds |, which needs a shell, and none is used. Name one program"
+        )
     target = cache_folder("pipe") / f"{hashlib.sha256(url.encode()).hexdigest()[:24]}.tar"
     if target.is_file():
         return target
     if not command or command[0] not in allowed:
         raise UserError(
-            f"{key}: {url!r} would run a program, but data.allow_pipe allows only "
+            f"{key}: {shown!r} would run a program, but data.allow_pipe allows only "
             f"{', '.join(allowed) or 'none'}. If you trust it, give data.allow_pipe=[PROGRAM] on "
             "the command line, after a CONFIG, or download the shards and name the files"
         )
@@ -228,23 +254,38 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         with held(target.with_name(f".{target.name}.lock"), wait=True):
             if target.is_file():  # another run was faster
                 return target
-            _log.info(f"{key}: running {escape(shlex.join(command))}")
+            _log.info(f"{key}: running {shown}")
             start = time.perf_counter()
-            with whole_file(target) as unfinished, unfinished.open("wb") as output:
-                ran = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.PIPE,
-                )
-                if ran.returncode != 0:
-                    errors = ran.stderr.decode(errors="replace").strip()[-300:]
+            left = cache_bound(cache_gib)
+            with (
+                whole_file(target) as unfinished,
+                unfinished.open("wb") as output,
+                tempfile.TemporaryFile() as errors,
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+                ) as process,
+            ):
+                while chunk := process.stdout.read(_CHUNK):
+                    left -= len(chunk)
+                    if left < 0:
+                        process.kill()
+                        raise UserError(
+                            f"{key}: the output of pipe: shards in {target.parent} would take more "
+                            "than data.cache_gib allows. Raise it, or name URLs without pipe:, of "
+                            "which ranges are fetched as they are needed"
+                        )
+                    output.write(chunk)
+                if process.wait() != 0:
+                    errors.seek(0)
+                    words = errors.read().decode(errors="replace").strip()[-300:]
+                    if not words:
+                        words = "it printed nothing; curl -sSf prints what failed"
                     raise UserError(
-                        f"{key}: {url!r} failed with exit code {ran.returncode}: {errors}"
+                        f"{key}: {shown!r} failed with exit code {process.returncode}: {words}"
                     )
     except OSError as error:
         raise UserError(
-            f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})"
+            f"{key}: {shown!r} cannot be run or kept in {target.parent} ({error})"
         ) from error
     _log.info(
         f"{key}: {target.stat().st_size / 1e6:,.0f} MB in "
@@ -253,7 +294,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     return target
 
 
-def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Path, ...]:
+def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Tar, ...]:
     """List the shards of a tool's command line as `expand_shards` does.
 
     Here a shard may be named twice.
@@ -264,12 +305,12 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[P
     return tuple(paths)
 
 
-def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
+def refuse_unfinished_shards(paths: Sequence[Tar], key: str) -> None:
     """Raise UserError for shards that mmtrain shard did not finish.
 
     It writes dataset.json at its end.
     """
-    for folder in dict.fromkeys(path.parent for path in paths):
+    for folder in dict.fromkeys(path.parent for path in paths if isinstance(path, Path)):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
                 f"{key}: {folder} holds an unfinished data set: "
@@ -278,7 +319,7 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
             )
 
 
-def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
+def refuse_empty_shards(paths: Sequence[Tar], key: str = "data.shards") -> None:
     """Raise UserError if the shards hold no file, or one is empty or damaged at its begin."""
     for path in paths:
         if path.stat().st_size == 0:

@@ -6,13 +6,13 @@ The padding between a member's end and the next header is not compared: nothing 
 """
 
 import zlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import Member, MissingIndex, ShardIndex, read_index
+from mmtrain.data.shards.remote import Tar
 
 _CHUNK = 1 << 20  # bytes
 
@@ -27,7 +27,7 @@ class DamagedMember(NamedTuple):
 
 
 def verify_shard(
-    tar: Path,
+    tar: Tar,
     report: Callable[[int], None] = lambda size: None,
 ) -> list[DamagedMember]:
     """Read a shard once and list the members that differ from its index, in the tar's order.
@@ -41,14 +41,19 @@ def verify_shard(
     try:
         index = read_index(tar)
         with tar.open("rb") as stream:
+            # Forward, as a remote tar can be read: a member's header, then its content.
+            header_faults = _header_faults(tar, stream, index)
             for key, members in zip(index.keys, index.members, strict=True):
                 for member in members:
                     keys[member.offset] = key
+                    offset, fault = next(header_faults, (0, None))
+                    if fault is not None:
+                        faults.setdefault(offset, []).append(fault)
                     if detail := _content_fault(stream, member):
                         faults.setdefault(member.offset, []).append(f"{member.suffix}: {detail}")
                 report(sum(member.size for member in members))
-            if fault := _header_fault(tar, stream, index):
-                faults.setdefault(fault[0], []).append(fault[1])
+            for offset, fault in header_faults:
+                faults.setdefault(offset, []).append(fault)
     except MissingIndex:
         raise
     except OSError as error:
@@ -79,8 +84,12 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
     return None
 
 
-def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, str] | None:
-    """Return offset and fault of the first member whose header differs from the index."""
+def _header_faults(
+    tar: Tar, stream: BinaryIO, index: ShardIndex
+) -> Iterator[tuple[int, str | None]]:
+    """Yield for each member in turn offset and fault of its header, None for a sound one; end with
+    the first fault, or with what follows the last member.
+    """
     headers = read_headers(tar, stream)
     at = index.tar_bytes
     try:
@@ -88,17 +97,20 @@ def _header_fault(tar: Path, stream: BinaryIO, index: ShardIndex) -> tuple[int, 
             for member in members:
                 at = member.offset
                 if (file := next(headers, None)) is None:
-                    return at, "no header leads to it"
+                    yield at, "no header leads to it"
+                    return
                 name = f"{key}.{member.suffix}"
                 lowered = file.name[: len(key)] + file.name[len(key) :].lower()
                 if (lowered, file.offset, file.size) != (name, member.offset, member.size):
-                    return at, (
+                    yield (
+                        at,
                         f"its header says {file.name!r}, {file.size:,} bytes at byte "
-                        f"{file.offset:,}, but the index says {name!r}, {member.size:,} bytes"
+                        f"{file.offset:,}, but the index says {name!r}, {member.size:,} bytes",
                     )
+                    return
+                yield at, None
         at = index.tar_bytes
         if (file := next(headers, None)) is not None:
-            return file.offset, f"{file.name!r} is not in the index"
+            yield file.offset, f"{file.name!r} is not in the index"
     except (UserError, OSError) as error:
-        return at, str(error).removeprefix(f"{tar}: ")
-    return None
+        yield at, str(error).removeprefix(f"{tar}: ")

@@ -13,6 +13,7 @@ stalls and restarts; one that fails for too long ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -22,7 +23,6 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,8 @@ from mmtrain.data.shards.index import (
     checksum_detail,
     suffix_texts,
 )
+from mmtrain.data.shards.remote import RemoteStream, is_remote
+from mmtrain.data.stream.copies import Copies
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
 from mmtrain.data.stream.stored import UNREADABLE, StoredSet, mapped
 
@@ -60,13 +62,15 @@ _log = logging.getLogger(__name__)
 OPEN_FILES = 64  # shards kept open, those read last
 FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
 LONGEST_PAUSE = 10.0
+FIRST_LOOK = 0.001  # seconds between two looks whether the bytes of a remote shard are there
+LONGEST_LOOK = 0.05
 
 
 class Place(NamedTuple):
     """The stored parts of a sample, and their shard."""
 
     key: str  # with its data set's name where there are several
-    shard: Path
+    shard: str  # its path, or its URL
     members: tuple[Member, ...]
     form: SampleFormat
     sizes: Sizes  # of its images, where the layout asks for them
@@ -114,6 +118,10 @@ class Catalog:
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
+
+    @property
+    def has_remote_shards(self) -> bool:
+        return any(is_remote(path) for tables in self._tables for path in tables["paths"].tolist())
 
     @property
     def held_out(self) -> ndarray:
@@ -170,7 +178,7 @@ class Catalog:
         stored = self.find(number)
         return QuarantinedSample(
             stored.key,
-            str(stored.shard),
+            stored.shard,
             stored.members[0].offset,
             *self._faults(one, shard)[place],
         )
@@ -184,6 +192,19 @@ class Catalog:
         firsts = self.sample_sets[one].firsts
         shard = int(np.searchsorted(firsts, at, "right")) - 1
         return one, at, shard, at - int(firsts[shard])
+
+    def by_shard(self, numbers: ndarray) -> Iterator[tuple[str, Tables, ndarray, ndarray]]:
+        """Yield each shard that holds one of these samples: its path or URL, its tables, and where
+        these samples stand in `numbers` and in the shard.
+        """
+        for one, sample_set in enumerate(self.sample_sets):
+            firsts = sample_set.firsts
+            at = numbers - self.firsts[one]
+            shards = np.searchsorted(firsts, at, "right") - 1
+            for shard in np.unique(shards[(at >= 0) & (at < firsts[-1])]).tolist():
+                own = np.flatnonzero(shards == shard)
+                path = str(self._tables[one]["paths"][shard])
+                yield path, self._tables_of_shard(one, shard), own, at[own] - firsts[shard]
 
     def _tables_of_shard(self, one: int, shard: int) -> Tables:
         """Return the tables of a shard, as its index has them."""
@@ -214,7 +235,7 @@ class Catalog:
             key = f"{stored.name}/{key}"
         return Place(
             key,
-            Path(str(self._tables[one]["paths"][shard])),
+            str(self._tables[one]["paths"][shard]),
             tuple(members),
             stored.measure.form,
             sizes,
@@ -286,7 +307,10 @@ class Reader:
 
     catalog: Catalog
     retry_seconds: float
-    _files: OrderedDict[Path, int] = field(default_factory=OrderedDict)
+    # of remote shards; None: the stores are asked for each member, which takes 0.1 s
+    copies: Copies | None = None
+    waited: float = 0.0  # seconds, for copies
+    _files: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
         """Read the sample of a global number.
@@ -315,13 +339,13 @@ class Reader:
                     if zlib.crc32(content) != member.crc32:
                         offset = member.offset
                         raise BadSample("checksum", checksum_detail(member))
-            sample = read_sample(place.key, str(place.shard), contents, offset, place.form)
+            sample = read_sample(place.key, place.shard, contents, offset, place.form)
             sample = replace(sample, sizes=place.sizes)
             return without_images(sample) if strips else sample
         except BadSample as error:
             return QuarantinedSample(
                 place.key,
-                str(place.shard),
+                place.shard,
                 offset,
                 error.reason,
                 error.detail,
@@ -334,8 +358,10 @@ class Reader:
 
     __del__ = close  # descriptors are numbers, which nothing else closes
 
-    def _read(self, shard: Path, member: Member) -> bytes:
+    def _read(self, shard: str, member: Member) -> bytes:
         """Return a member's bytes; while the system fails to give them, try again."""
+        if is_remote(shard) and self.copies is not None:
+            return self._copied(shard, member)
         deadline = time.monotonic() + self.retry_seconds
         pause = FIRST_PAUSE
         while True:
@@ -353,10 +379,38 @@ class Reader:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _pread(self, shard: Path, member: Member) -> bytes:
+    def _copied(self, shard: str, member: Member) -> bytes:
+        """Return a member of a remote shard as soon as its copy has bytes of the right checksum, or
+        those that are wrong in the store.
+        """
+        started = time.monotonic()
+        pause = FIRST_LOOK
+        while True:
+            content = b""
+            with contextlib.suppress(OSError):
+                content = self._pread(shard, member)
+            if zlib.crc32(content) == member.crc32 or self.copies.is_damaged(shard, member.offset):
+                return content
+            self._close(shard)  # it may be a file that was removed since
+            waited = time.monotonic() - started
+            if waited > self.retry_seconds:
+                raise UserError(
+                    f"{shard}: {member.size:,} bytes at byte {member.offset:,} did not arrive "
+                    f"within {waited:.0f} s (data.io_retry_seconds). "
+                    "Raise it, or use a faster line"
+                )
+            time.sleep(pause)
+            self.waited += pause
+            pause = min(2 * pause, LONGEST_LOOK)
+
+    def _pread(self, shard: str, member: Member) -> bytes:
+        if is_remote(shard) and self.copies is None:
+            with RemoteStream(shard, member.offset, member.offset + member.size) as stream:
+                return stream.read(member.size)
         file = self._files.get(shard)
         if file is None:
-            file = self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+            path = self.copies.path(shard) if is_remote(shard) else shard
+            file = self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if len(self._files) > OPEN_FILES:
                 self._close(next(iter(self._files)))
         self._files.move_to_end(shard)
@@ -371,7 +425,7 @@ class Reader:
             content += more
         return content
 
-    def _close(self, shard: Path) -> None:
+    def _close(self, shard: str) -> None:
         file = self._files.pop(shard, None)
         if file is not None:
             os.close(file)

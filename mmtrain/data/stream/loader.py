@@ -21,8 +21,9 @@ import math
 import mmap
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -33,11 +34,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
+from mmtrain.data.shards.shard_list import cache_bound
 from mmtrain.data.stream.catalog import Catalog, Reader
+from mmtrain.data.stream.copies import Copies, Fetching, FetchTask
 from mmtrain.data.stream.order import BEGIN, PlannedPack, Position
 from mmtrain.data.stream.pack_counts import order_key, pack_order, with_packs
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
-from mmtrain.data.stream.stored import StoredData, stored_data
+from mmtrain.data.stream.stored import (
+    StoredData,
+    data_sets,
+    evaluated_set,
+    store_set,
+    stored_data,
+)
 from mmtrain.runtime.child import die_with_parent
 from mmtrain.runtime.stop import ignore_in_worker
 
@@ -93,6 +102,36 @@ class PackedBatches:
         except UserError as error:
             raise UserError(f"{error}{self.catalog.why_unusable()}") from error
         self.reader = Reader(self.catalog, config.data.io_retry_seconds)
+
+    def fetch(self, folder: Path, replicas: Sequence[int], steps: int) -> Fetching | None:
+        """Read remote shards from copies in `folder`, which is new.
+
+        `replicas` are those that read on this machine. The first one starts and returns the process
+        that makes the copies for all of them, as far as `steps` of the run.
+        """
+        config = self.config
+        catalog, numbers = self.catalog, np.empty(0, int)
+        if config.eval.is_on:
+            catalog, numbers = evaluated_samples(config, self)
+            numbers = np.asarray(numbers[: config.eval.max_samples])
+        if not (catalog.has_remote_shards or self.catalog.has_remote_shards):
+            return None
+        readers = max(1, config.data.workers)
+        self.reader.copies = Copies(folder, replicas.index(self.replica) * readers)
+        if self.replica != replicas[0]:
+            return None
+        task = FetchTask(
+            config,
+            self.data,
+            (catalog.sets, numbers),
+            replicas,
+            config.train.packs_per_step // self.replicas,
+            self.order.start,
+            self.first_step,
+            steps,
+            cache_bound(config.data.cache_gib),
+        )
+        return Fetching(folder, task)
 
     def position_at(self, step: int) -> dict[str, Any]:
         """Return the order, and the position of the group that step `step` begins in."""
@@ -196,6 +235,8 @@ class PackedBatches:
             first = step * train.packs_per_step + self.replica * share
             for start in range(first, first + share, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
+                    if self.reader.copies is not None:
+                        self.reader.copies.note(worker, start, self.reader.waited)
                     packs = self.order.packs(start, train.packs_per_microbatch)
                     yield self.processor.batch([self._read(pack) for pack in packs], next(buffers))
 
@@ -207,6 +248,30 @@ class PackedBatches:
                 entry = Gap(entry, self.catalog.length(number))
             entries.append(entry)
         return Pack(tuple(entries), pack.epoch)
+
+
+def evaluated_samples(
+    config: RunConfig, packed: PackedBatches | None = None
+) -> tuple[Catalog, Sequence[int]]:
+    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds
+    out none.
+
+    `packed` are the run's own data, counted here if None.
+    """
+    if packed is None:
+        # Samples of eval.shards do not need the run's own data, which may be elsewhere now.
+        own = evaluated_set(config)
+        sets = [own]
+        if own is None:
+            sets = data_sets(config.data)
+        catalog = Catalog([store_set(config, one) for one in sets])
+    elif packed.data.held_out is None:
+        catalog = packed.catalog
+    else:
+        catalog = Catalog([packed.data.held_out])
+    if config.eval.fraction is None:
+        return catalog, range(len(catalog))
+    return catalog, catalog.held_out
 
 
 def _shared_memory(workers: int, tiles: int, image_size: int) -> Tensor:

@@ -58,6 +58,7 @@ from mmtrain.data.shards.index import (
 )
 from mmtrain.data.shards.indexing import ensure_indexes, index_headers, raise_all
 from mmtrain.data.shards.pool import Advance, results_of
+from mmtrain.data.shards.remote import Tar
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import ANY_SIZE, UNUSABLE, Capacity
 from mmtrain.facts.models import models_of
@@ -83,7 +84,7 @@ _SIZES_KEPT = 1 << 17  # of images; cutting one takes 4 to 30 us
 class DataSet(NamedTuple):
     """Shards that are drawn from together."""
 
-    shards: tuple[Path, ...]
+    shards: tuple[Tar, ...]
     weight: float = 1.0
     name: str = ""  # where there are several
     form: SampleFormat = LLAVA
@@ -257,7 +258,7 @@ def _data_set(
     key: str,
     form: SampleFormatName,
 ) -> DataSet:
-    tars = expand_shards(shards, key, data.allow_pipe)
+    tars = expand_shards(shards, key, data.allow_pipe, data.cache_gib)
     asked = SampleFormat(form, data.caption_key, data.caption_prompt)
     return DataSet(tars, form=sample_format(asked, tars, key), key=key)
 
@@ -305,7 +306,7 @@ def stored_data(config: RunConfig) -> StoredData:
 
 
 def count_samples(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     measure: Measure,
     make: Callable[[], None] | None = None,
     workers: int = 1,
@@ -361,7 +362,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _view(tars: Sequence[Path], measure: Measure) -> Path:
+def _view(tars: Sequence[Tar], measure: Measure) -> Path:
     """Return where a view is kept while tars and indexes stay."""
     data_set = hashlib.sha256()
     state = hashlib.sha256()
@@ -377,7 +378,7 @@ def _view(tars: Sequence[Path], measure: Measure) -> Path:
 
 
 def _count_all(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     measure: Measure,
     headers: Sequence[Header],
     files: Mapping[str, Path],
@@ -390,7 +391,7 @@ def _count_all(
         firsts[name] = np.cumsum([0, *(header.tables[name] for header in headers)])
     small = {
         "firsts": np.array(list(firsts.values())),
-        "paths": np.array(tars, str),
+        "paths": np.array(list(map(str, tars))),
     }
     firsts |= dict.fromkeys(("lengths", "tiles"), firsts["samples"])
     # The files have their whole size at once: each task fills its part.
@@ -414,7 +415,7 @@ def _count_all(
 
 
 def _count(
-    tars: Sequence[Path],
+    tars: Sequence[Tar],
     measure: Measure,
     headers: Sequence[Header],
     firsts: Mapping[str, ndarray],

@@ -1,0 +1,352 @@
+"""Ask stores for tars: a process of its own, since obstore, their client, does not survive a fork.
+
+    python -m mmtrain.data.shards.store describe
+        names as JSON on stdin --> {"tars": [[URL, size, version, version of its index], ...]}
+        on stdout, and copies of the indexes in the cache
+    python -m mmtrain.data.shards.store read
+        [URL, offset] on stdin --> the bytes from there on
+
+Credentials are the environment's, those of the store's own files, and the hub's token; they are in
+no argument and no output. What fails is one line on stderr, and exit code 2.
+"""
+
+import configparser
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+import obstore
+from obstore.exceptions import BaseError, NotSupportedError
+from obstore.store import AzureStore, GCSStore, HTTPStore, ObjectStore, S3Store
+
+from mmtrain.base.durable import write_whole
+from mmtrain.base.printing import escape
+from mmtrain.data.shards.remote import WEB, RemoteTar
+from mmtrain.runtime.child import die_with_parent
+
+THREADS = 16
+HUB_NAMES = 500  # files that the hub is asked about at once
+IMPATIENT = 5.0  # seconds for which what fails is tried again as a run begins: a wrong host
+PATIENT = 60.0  # while a whole tar is read
+_SECONDS_BETWEEN_NOTES = 5.0
+_MISSING = 404  # HTTP's codes
+_DENIED = (401, 403)
+_BEYOND = 416
+_WILDCARD = re.compile(r"[*?\[]")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
+    "for a public bucket AWS_SKIP_SIGNATURE=true",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login; "
+    "for a public bucket GOOGLE_SKIP_SIGNATURE=true",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or "
+    "AZURE_STORAGE_SAS_TOKEN; for a public container AZURE_SKIP_SIGNATURE=true",
+    "hf": "a token that may read the data set: hf auth login, or HF_TOKEN",
+}
+Objects = dict[str, tuple[int, str]]  # path -> size in bytes, version
+
+
+class StoreError(Exception):
+    """What a store refuses, as one line for people; `code` is HTTP's, 0 where there is none."""
+
+    code = 0
+
+    @classmethod
+    def of(cls, error: Exception, url: str) -> Self:
+        """Describe an error of a store's client: what was seen, what to do."""
+        text = str(error).partition("Debug source")[0]
+        code = getattr(getattr(error, "response", None), "status_code", 0)
+        if status := re.search(r"status code: (\d+)", text):
+            code = int(status[1])
+        if isinstance(error, FileNotFoundError):
+            code = 404
+        needed = _CREDENTIALS.get(url.partition("://")[0], "the store's own URL, and credentials")
+        # obstore writes the request, " - ", what failed, and then a page of its own structures
+        line = text.rpartition(" - ")[2].strip().partition("\n")[0]
+        seen = f"cannot be read: {escape(line)}"
+        if isinstance(error, NotSupportedError):
+            seen = "its server ignores ranges of bytes. Use another server, or download the file"
+        elif "NoSuchBucket" in text:
+            seen = "there is no such bucket. Correct its name, or the endpoint"
+        elif code in _DENIED:
+            seen = f"access is denied (HTTP {code}). Needed: {needed}"
+        elif code == _MISSING:
+            seen = "there is no such object. Correct the name"
+        made = cls(f"{url}: {seen}")
+        made.code = code
+        return made
+
+
+def located(url: str) -> tuple[str, str]:
+    """Return the root of a URL's store, and the object's path there."""
+    scheme, _, place = url.partition("://")
+    parts = place.split("/")
+    names = 3 if scheme == "hf" else 1
+    path = "/".join(parts[names:])
+    if scheme in WEB:
+        path = unquote(path)
+    return f"{scheme}://{'/'.join(parts[:names])}", path
+
+
+@functools.cache
+def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
+    """Open the store with this root."""
+    scheme, _, place = root.partition("://")
+    options: dict[str, Any] = {
+        "allow_http": True,
+        "connect_timeout": timedelta(seconds=10),
+        "read_timeout": timedelta(seconds=30),
+        "timeout": timedelta(hours=1),
+    }
+    backoff = {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=5),
+        "base": 2,
+    }
+    retry: Any = {
+        "max_retries": 1000,
+        "retry_timeout": timedelta(seconds=retry_seconds),
+        "backoff": backoff,
+    }
+    if scheme == "s3":
+        return S3Store(place, config=_aws_files(), client_options=options, retry_config=retry)
+    if scheme == "gs":
+        return GCSStore(place, client_options=options, retry_config=retry)
+    if scheme == "az":
+        return AzureStore(place, client_options=options, retry_config=retry)
+    if scheme == "hf":
+        from huggingface_hub import constants, get_token  # 0.2 s
+
+        name, revision = _data_set(root)
+        root = f"{constants.ENDPOINT}/datasets/{name}/resolve/{quote(revision, safe='')}"
+        if token := get_token():
+            options["default_headers"] = {"Authorization": f"Bearer {token}"}
+    return HTTPStore.from_url(root, client_options=options, retry_config=retry)
+
+
+def _data_set(root: str) -> tuple[str, str]:
+    """Return ORG/NAME and the revision of a data set of the hub."""
+    name, _, revision = root.removeprefix("hf://datasets/").partition("@")
+    return name, revision or "main"
+
+
+def _aws_files() -> dict[str, str]:
+    """Return the settings of ~/.aws that the environment does not give; obstore reads none."""
+    profile = os.environ.get("AWS_PROFILE", "default")
+    found = {}
+    for variable, name, section in (
+        ("AWS_CONFIG_FILE", "config", f"profile {profile}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", profile),
+    ):
+        file = configparser.ConfigParser(interpolation=None)
+        file.read(Path(os.environ.get(variable, f"~/.aws/{name}")).expanduser())
+        if section == "profile default":
+            section = profile
+        if file.has_section(section):
+            found |= dict(file[section])
+    names = ["region", "endpoint_url"]
+    if "AWS_ACCESS_KEY_ID" not in os.environ:
+        names += ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
+    config = {}
+    for name in names:
+        variable = f"AWS_{name.removeprefix('aws_').upper()}"
+        if name in found and variable not in os.environ:
+            config[name] = found[name]
+    return config
+
+
+@contextlib.contextmanager
+def _refusals(url: str) -> Iterator[None]:
+    """Raise StoreError for what a store refuses, or cannot be asked for."""
+    try:
+        yield
+    except (BaseError, OSError, ValueError) as error:
+        raise StoreError.of(error, url) from error
+
+
+def describe(names: Sequence[str]) -> list[RemoteTar]:
+    """Return the tars that names stand for, in order; their indexes are copied into the cache.
+
+    A name is an object, a folder, or has wildcards. Raises StoreError.
+    """
+    paths: dict[str, list[str]] = {}  # by root, without wildcards and folders
+    for name in names:
+        root, path = located(name)
+        of_root = paths.setdefault(root, [])
+        if _WILDCARD.search(path) is None and not path.endswith("/"):
+            of_root += [path, f"{path}.index"]
+    found = {root: _objects(root, of_root) for root, of_root in paths.items()}
+
+    tars = []
+    for name in names:
+        root, path = located(name)
+        objects = found[root]
+        urls = {path: name}
+        if path not in objects:
+            objects = _listed(root, path, name)
+            urls = {each: f"{root}/{each}" for each in sorted(objects) if each.endswith(".tar")}
+        for each, url in urls.items():
+            _, index_version = objects.get(f"{each}.index", (0, ""))
+            tars.append(RemoteTar(url, *objects[each], index_version))
+
+    # A server that ignores ranges, or a key that may list and not read, shows before a run starts.
+    for root in found:
+        first = next((tar for tar in tars if located(tar.url)[0] == root and tar.size), None)
+        if first is not None:
+            read_range(first.url, 0, 1)
+    _copy_indexes([tar for tar in tars if tar.index_version and not tar.index.is_file()])
+    return tars
+
+
+def _objects(root: str, paths: Sequence[str]) -> Objects:
+    """Return those of the objects that are there."""
+    found: Objects = {}
+    if root.startswith("hf:"):
+        name, revision = _data_set(root)
+        for begin in range(0, len(paths), HUB_NAMES):
+            asked = paths[begin : begin + HUB_NAMES]
+            with _refusals(f"{root}/{asked[0]}"):
+                files = _hub().get_paths_info(name, asked, revision=revision, repo_type="dataset")
+                found |= _of_hub(files)
+        return found
+
+    def head(path: str) -> None:
+        url = f"{root}/{path}"
+        try:
+            with _refusals(url):
+                found[path] = _described(obstore.head(store_of(root), path))
+        except StoreError as error:
+            # Without the right to list a bucket, S3 denies access to what is not there.
+            is_index = path.endswith(".index")
+            if not (error.code == _MISSING or (is_index and error.code in _DENIED)):
+                raise
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(head, paths):
+            pass
+    return found
+
+
+def _described(about: Any) -> tuple[int, str]:
+    return about["size"], f"{about['e_tag']} {about['last_modified']}"
+
+
+def _hub() -> Any:
+    from huggingface_hub import HfApi  # 0.2 s
+
+    return HfApi()
+
+
+def _of_hub(files: Iterable[Any]) -> Objects:
+    return {file.path: (file.size, file.blob_id) for file in files if hasattr(file, "size")}
+
+
+def _listed(root: str, path: str, name: str) -> Objects:
+    """Return the tars, and their indexes, that wildcards or a folder name. Raises StoreError."""
+    if root.partition("://")[0] in WEB:
+        raise StoreError(f"{name}: there is no such object. Correct the name")
+    wildcard = _WILDCARD.search(path)
+    pattern = path
+    if wildcard is None:
+        pattern = f"{path.rstrip('/')}/*.tar"
+    prefix = pattern[: _WILDCARD.search(pattern).start()].rpartition("/")[0]
+    objects: Objects = {}
+    with _refusals(name):
+        if root.startswith("hf:"):
+            data_set, revision = _data_set(root)
+            files = _hub().list_repo_tree(
+                data_set,
+                prefix or None,
+                recursive=True,
+                revision=revision,
+                repo_type="dataset",
+            )
+            objects = _of_hub(files)
+        else:
+            for chunk in obstore.list(store_of(root), f"{prefix}/" if prefix else None):
+                for about in chunk:
+                    objects[about["path"]] = _described(about)
+    parts = pattern.split("/")
+    fitting: Objects = {}
+    for each, description in objects.items():
+        own = each.removesuffix(".index").split("/")
+        if len(own) == len(parts) and all(map(fnmatchcase, own, parts)):
+            fitting[each] = description
+    if not any(each.endswith(".tar") for each in fitting):
+        if wildcard is None and not objects:
+            raise StoreError(f"{name}: there is no such object. Correct the name")
+        raise StoreError(f"{name}: no object *.tar among {len(objects):,}. Name others")
+    return fitting
+
+
+def _copy_indexes(tars: Sequence[RemoteTar]) -> None:
+    """Copy indexes that the cache lacks; what they hold is checked where they are read."""
+    noted = time.monotonic()
+
+    def copy(tar: RemoteTar) -> None:
+        url = f"{tar.url}.index"
+        root, path = located(url)
+        with _refusals(url):
+            content = obstore.get(store_of(root), path).bytes()
+        tar.index.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(tar.index, bytes(content))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done, _ in enumerate(pool.map(copy, tars), 1):
+            if time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
+                noted = time.monotonic()
+                _reply(note=f"{done:,} of {len(tars):,} indexes copied into the cache")
+
+
+def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT) -> bytes:
+    """Return bytes [begin, end) of an object, fewer where it ends before. Raises StoreError."""
+    root, path = located(url)
+    try:
+        with _refusals(url):
+            return bytes(
+                obstore.get_range(store_of(root, retry_seconds), path, start=begin, end=end)
+            )
+    except StoreError as error:
+        if error.code == _BEYOND:
+            return b""
+        raise
+
+
+def _reply(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def main(act: str) -> int:
+    """Do what a parent process has asked for, and return the exit code."""
+    die_with_parent()
+    asked = json.load(sys.stdin)
+    try:
+        if act == "describe":
+            _reply(tars=[list(vars(tar).values()) for tar in describe(asked)])
+            return 0
+        url, offset = asked
+        root, path = located(url)
+        with _refusals(url):
+            options: Any = {"range": {"offset": offset}}
+            stream = obstore.get(store_of(root, PATIENT), path, options=options)
+            for chunk in stream.stream(min_chunk_size=1 << 20):
+                sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

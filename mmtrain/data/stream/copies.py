@@ -1,0 +1,157 @@
+"""Copies of remote shards on this machine's disk, filled ahead of their readers by one process.
+
+packs that this machine will read --`fetcher`, started anew--> ranges of shards, by first need
+    --> sparse files, each range at its own offset --Reader: pread, CRC32--> samples
+
+A right checksum is the only sign that bytes are there: whoever is killed leaves nothing to mend.
+The folder of a run's copies also holds
+
+    readers   of each reader two int64: the pack that it reads, microseconds that it has waited
+    damaged   a line for each member that is wrong in its store: offset, URL
+    failed    why the fetcher has given up
+    stats     JSON: what was fetched, what the copies take
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from mmtrain.base.durable import held
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.order import Position
+from mmtrain.data.stream.stored import StoredData, StoredSet
+from mmtrain.runtime.child import shield_multiprocessing
+
+_log = logging.getLogger(__name__)
+NOT_BEGUN = -1  # pack of a reader that has read held-out samples at most
+
+
+@dataclass(frozen=True)
+class FetchTask:
+    """The samples that readers of this machine will read, in order."""
+
+    config: RunConfig
+    data: StoredData
+    held_out: tuple[Sequence[StoredSet], ndarray]  # their sets, and numbers of samples to read
+    replicas: Sequence[int]  # that read on this machine
+    share: int  # packs of a replica in each step
+    start: Position
+    first_step: int
+    max_steps: int
+    bound: int  # bytes that copies may take, those on their way included
+
+
+class Copies:
+    """The copies of a run, for its readers: `first_reader` is this rank's first one."""
+
+    def __init__(self, folder: Path, first_reader: int = 0) -> None:
+        self.folder = folder
+        self._first_reader = first_reader
+
+    def path(self, url: str) -> Path:
+        return self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:24]}.tar"
+
+    def note(self, reader: int, pack: int, waited: float) -> None:
+        """Note that a reader of this rank has read its packs before this one, and waited so many
+        seconds.
+        """
+        entry = np.array([pack, round(waited * 1e6)], np.int64)
+        with (self.folder / "readers").open("r+b") as file:
+            file.seek((self._first_reader + reader) * entry.nbytes)
+            file.write(entry.tobytes())
+
+    def readers(self) -> ndarray:
+        """Return (readers, 2) int64."""
+        return np.fromfile(self.folder / "readers", np.int64).reshape(-1, 2)
+
+    def is_damaged(self, url: str, offset: int) -> bool:
+        """Tell whether a member is wrong in its store. Raises UserError where fetching failed."""
+        with contextlib.suppress(FileNotFoundError):
+            raise UserError((self.folder / "failed").read_text())
+        with contextlib.suppress(FileNotFoundError):
+            return f"{offset} {url}" in (self.folder / "damaged").read_text().split("\n")
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was fetched so far, by machine-readable names; nothing before the first."""
+        with contextlib.suppress(FileNotFoundError):
+            stats = json.loads((self.folder / "stats").read_text())
+            return stats | {"waited_seconds": float(self.readers()[:, 1].sum()) / 1e6}
+        return {}
+
+    @property
+    def summary(self) -> str:
+        """Describe for people what this machine has fetched."""
+        stats = self.stats()
+        if not stats:
+            return "nothing was fetched"
+        rate = stats["fetched_bytes"] / stats["seconds"] / 1e6
+        return (
+            f"fetched {bytes_text(stats['fetched_bytes'])} in {stats['requests']:,} requests, "
+            f"{rate:,.1f} MB/s; readers waited {stats['waited_seconds']:,.1f} s; "
+            f"copies take {bytes_text(stats['cache_bytes'])}"
+        )
+
+
+class Fetching:
+    """The process that fetches a task's bytes. It starts again where it is killed, until `stop`."""
+
+    def __init__(self, folder: Path, task: FetchTask) -> None:
+        """Start it, in a folder that is new."""
+        shield_multiprocessing()
+        self._folder = folder
+        self._task = task
+        self._is_stopped = False
+        self._process: Any = None
+        self._lock = contextlib.ExitStack()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(held(folder.with_suffix(".lock"), wait=True))
+        for other in folder.parent.iterdir():  # of killed runs
+            if other.is_dir() and other != folder:
+                with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
+                    shutil.rmtree(other)
+        unfinished = folder.with_suffix(".new")
+        unfinished.mkdir()
+        readers = len(task.replicas) * max(1, task.config.data.workers)
+        np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(unfinished / "readers")
+        unfinished.rename(folder)
+        self._thread = threading.Thread(target=self._keep_alive, daemon=True)
+        self._thread.start()
+
+    def _keep_alive(self) -> None:
+        from mmtrain.data.stream.fetcher import fetch
+
+        context = multiprocessing.get_context("spawn")
+        while not self._is_stopped:
+            process = context.Process(target=fetch, args=(os.getpid(), self._folder, self._task))
+            process.start()
+            self._process = process
+            process.join()
+            if process.exitcode >= 0:
+                return
+            if not self._is_stopped:
+                _log.warning(f"the process that fetches shards was killed ({process.exitcode})")
+
+    def stop(self) -> None:
+        """End the process, and remove all copies."""
+        self._is_stopped = True
+        while self._thread.is_alive():
+            if self._process is not None:
+                self._process.kill()
+            self._thread.join(0.1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
