@@ -60,7 +60,7 @@ class DataSetSection(Section):
     name: Kept[str] = Field(pattern=NAME)
     """name of this data set, written before the keys of its samples: name/key"""
     shards: Free[Annotated[Shards, _TARS]]
-    """webdataset shards, as in data.shards"""
+    """webdataset shards: a tar file, a folder, a glob, a brace range, a URL, or a list"""
     format: Kept[SampleFormatName | None] = None
     """sample format of this data set; null: data.format"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1000)

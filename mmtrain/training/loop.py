@@ -19,7 +19,7 @@ from mmtrain.checkpoint.resume import ResumePoint
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, SaveResult, run_state
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.stream.copies import Fetching
+from mmtrain.data.stream.fetching import Fetching
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.stored import StoredData
 from mmtrain.engine.audit import (

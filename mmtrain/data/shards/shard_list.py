@@ -236,7 +236,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str, cache_gib: float | 
         command = shlex.split(url.removeprefix(PIPE))
     except ValueError as error:
         raise UserError(f"{key}: {shown!r} cannot be split into words ({error})") from None
-    if "|" in url:
+    if {"|", "||"} & set(command):
         raise UserError(
             f"{key}: {shown!r} holds |, which needs a shell, and none is used. Name one program"
         )

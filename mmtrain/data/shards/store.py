@@ -7,7 +7,7 @@
         [URL, offset] on stdin --> the bytes from there on
 
 Credentials are the environment's, those of the store's own files, and the hub's token; they are in
-no argument and no output. What fails is one line on stderr, and exit code 2.
+no argument and no output. What fails is one line on stderr, and exit code 1.
 """
 
 import configparser
@@ -31,6 +31,7 @@ from obstore.exceptions import BaseError, NotSupportedError
 from obstore.store import AzureStore, GCSStore, HTTPStore, ObjectStore, S3Store
 
 from mmtrain.base.durable import write_whole
+from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.data.shards.remote import WEB, RemoteTar
 from mmtrain.runtime.child import die_with_parent
@@ -56,7 +57,7 @@ _CREDENTIALS = {
 Objects = dict[str, tuple[int, str]]  # path -> size in bytes, version
 
 
-class StoreError(Exception):
+class StoreError(UserError):
     """What a store refuses, as one line for people; `code` is HTTP's, 0 where there is none."""
 
     code = 0
@@ -183,7 +184,7 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
     for name in names:
         root, path = located(name)
         of_root = paths.setdefault(root, [])
-        if _WILDCARD.search(path) is None and not path.endswith("/"):
+        if path and _WILDCARD.search(path) is None and not path.endswith("/"):
             of_root += [path, f"{path}.index"]
     found = {root: _objects(root, of_root) for root, of_root in paths.items()}
 
@@ -323,17 +324,18 @@ def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT)
 
 
 def _reply(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+    sys.stdout.write(f"{json.dumps(values)}\n")
+    sys.stdout.flush()
 
 
-def main(act: str) -> int:
-    """Do what a parent process has asked for, and return the exit code."""
+def main(act: str) -> None:
+    """Do what a parent process has asked for."""
     die_with_parent()
     asked = json.load(sys.stdin)
     try:
         if act == "describe":
             _reply(tars=[list(vars(tar).values()) for tar in describe(asked)])
-            return 0
+            return
         url, offset = asked
         root, path = located(url)
         with _refusals(url):
@@ -343,10 +345,8 @@ def main(act: str) -> int:
                 sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
     except StoreError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])

@@ -15,11 +15,6 @@ The folder of a run's copies also holds
 import contextlib
 import hashlib
 import json
-import logging
-import multiprocessing
-import os
-import shutil
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +23,12 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.order import Position
 from mmtrain.data.stream.stored import StoredData, StoredSet
-from mmtrain.runtime.child import shield_multiprocessing
 
-_log = logging.getLogger(__name__)
 NOT_BEGUN = -1  # pack of a reader that has read held-out samples at most
 
 
@@ -105,53 +97,3 @@ class Copies:
             f"{rate:,.1f} MB/s; readers waited {stats['waited_seconds']:,.1f} s; "
             f"copies take {bytes_text(stats['cache_bytes'])}"
         )
-
-
-class Fetching:
-    """The process that fetches a task's bytes. It starts again where it is killed, until `stop`."""
-
-    def __init__(self, folder: Path, task: FetchTask) -> None:
-        """Start it, in a folder that is new."""
-        shield_multiprocessing()
-        self._folder = folder
-        self._task = task
-        self._is_stopped = False
-        self._process: Any = None
-        self._lock = contextlib.ExitStack()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(held(folder.with_suffix(".lock"), wait=True))
-        for other in folder.parent.iterdir():  # of killed runs
-            if other.is_dir() and other != folder:
-                with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
-                    shutil.rmtree(other)
-        unfinished = folder.with_suffix(".new")
-        unfinished.mkdir()
-        readers = len(task.replicas) * max(1, task.config.data.workers)
-        np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(unfinished / "readers")
-        unfinished.rename(folder)
-        self._thread = threading.Thread(target=self._keep_alive, daemon=True)
-        self._thread.start()
-
-    def _keep_alive(self) -> None:
-        from mmtrain.data.stream.fetcher import fetch
-
-        context = multiprocessing.get_context("spawn")
-        while not self._is_stopped:
-            process = context.Process(target=fetch, args=(os.getpid(), self._folder, self._task))
-            process.start()
-            self._process = process
-            process.join()
-            if process.exitcode >= 0:
-                return
-            if not self._is_stopped:
-                _log.warning(f"the process that fetches shards was killed ({process.exitcode})")
-
-    def stop(self) -> None:
-        """End the process, and remove all copies."""
-        self._is_stopped = True
-        while self._thread.is_alive():
-            if self._process is not None:
-                self._process.kill()
-            self._thread.join(0.1)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()

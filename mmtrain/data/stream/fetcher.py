@@ -1,4 +1,4 @@
-"""Fetch ranges of remote shards into sparse copies: the process that `copies.Fetching` starts.
+"""Fetch ranges of remote shards into sparse copies: the process that `fetching` starts.
 
 held-out samples, then the groups of packs --members that readers read--> ranges of each shard
     --merged over small gaps, cut into pieces--> GETs by threads, by first need
@@ -27,12 +27,10 @@ from mmtrain.data.samples.formats import TEXT_SUFFIXES
 from mmtrain.data.samples.sample import image_number
 from mmtrain.data.shards.index import suffix_texts
 from mmtrain.data.shards.remote import is_remote
-from mmtrain.data.shards.store import THREADS, StoreError, read_range
+from mmtrain.data.shards.store import THREADS, read_range
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.data.stream.pack_counts import pack_order
-from mmtrain.runtime.child import die_with_parent
-from mmtrain.runtime.stop import ignore_in_worker
 
 # Bytes that are fetched to save a request: of 8 machines each fetches 1.06 times what it needs with
 # 64 KiB. The hub allows few requests.
@@ -67,17 +65,9 @@ class _Window(NamedTuple):
     packs: ndarray  # (samples,) that need them
 
 
-def fetch(parent: int, folder: Path, task: FetchTask) -> None:
-    """Fetch what a task needs, and end; leave the reason where that is not possible."""
-    ignore_in_worker()
-    die_with_parent(parent)
-    try:
-        _Fetcher(folder, task).run()
-    except (OSError, StoreError, UserError) as error:
-        write_whole(folder / "failed", str(error))
+class Fetcher:
+    """Fetches a task's bytes into its folder of copies."""
 
-
-class _Fetcher:
     def __init__(self, folder: Path, task: FetchTask) -> None:
         self.task = task
         self.copies = Copies(folder)
@@ -226,7 +216,7 @@ class _Fetcher:
             if wrong:
                 with (self.copies.folder / "damaged").open("a") as file:
                     file.write("".join(wrong))
-        except (OSError, StoreError) as error:
+        except (OSError, UserError) as error:
             self.failure = error
         finally:
             self.free_threads.release()

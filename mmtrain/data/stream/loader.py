@@ -36,7 +36,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.shards.shard_list import cache_bound
 from mmtrain.data.stream.catalog import Catalog, Reader
-from mmtrain.data.stream.copies import Copies, Fetching, FetchTask
+from mmtrain.data.stream.copies import Copies, FetchTask
+from mmtrain.data.stream.fetching import Fetching
 from mmtrain.data.stream.order import BEGIN, PlannedPack, Position
 from mmtrain.data.stream.pack_counts import order_key, pack_order, with_packs
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor

@@ -1,0 +1,85 @@
+"""Keep the process alive that fetches ranges of remote shards for this machine's readers.
+
+It is started anew, not forked, and ends with the process that has started it. One that is killed
+starts again from where the readers are.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmtrain.base.durable import held, write_whole
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.copies import NOT_BEGUN, FetchTask
+from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
+from mmtrain.runtime.stop import ignore_in_worker
+
+_log = logging.getLogger(__name__)
+
+
+class Fetching:
+    """The process that fetches a task's bytes. It starts again where it is killed, until `stop`."""
+
+    def __init__(self, folder: Path, task: FetchTask) -> None:
+        """Start it, in a folder that is new."""
+        shield_multiprocessing()
+        self._folder = folder
+        self._task = task
+        self._is_stopped = False
+        self._process: Any = None
+        self._lock = contextlib.ExitStack()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(held(folder.with_suffix(".lock"), wait=True))
+        for other in folder.parent.iterdir():  # of killed runs
+            if other.is_dir() and other != folder:
+                with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
+                    shutil.rmtree(other)
+        unfinished = folder.with_suffix(".new")
+        unfinished.mkdir()
+        readers = len(task.replicas) * max(1, task.config.data.workers)
+        np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(unfinished / "readers")
+        unfinished.rename(folder)
+        self._thread = threading.Thread(target=self._keep_alive, daemon=True)
+        self._thread.start()
+
+    def _keep_alive(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        while not self._is_stopped:
+            process = context.Process(target=_fetch, args=(os.getpid(), self._folder, self._task))
+            process.start()
+            self._process = process
+            process.join()
+            if process.exitcode >= 0:
+                return
+            if not self._is_stopped:
+                _log.warning(f"the process that fetches shards was killed ({process.exitcode})")
+
+    def stop(self) -> None:
+        """End the process, and remove all copies."""
+        self._is_stopped = True
+        while self._thread.is_alive():
+            if self._process is not None:
+                self._process.kill()
+            self._thread.join(0.1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _fetch(parent: int, folder: Path, task: FetchTask) -> None:
+    """Fetch what a task needs, and end; leave the reason where that is not possible."""
+    ignore_in_worker()
+    die_with_parent(parent)
+    try:
+        # imports the stores' client: here alone
+        from mmtrain.data.stream.fetcher import Fetcher
+
+        Fetcher(folder, task).run()
+    except (OSError, UserError) as error:
+        write_whole(folder / "failed", str(error))
