@@ -64,6 +64,7 @@ FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is 
 LONGEST_PAUSE = 10.0
 FIRST_LOOK = 0.001  # seconds between two looks whether the bytes of a remote shard are there
 LONGEST_LOOK = 0.05
+GRACE = 10.0  # seconds that a reader waits longer than the fetcher, which says why it gives up
 
 
 class Place(NamedTuple):
@@ -393,11 +394,10 @@ class Reader:
                 return content
             self._close(shard)  # it may be a file that was removed since
             waited = time.monotonic() - started
-            if waited > self.retry_seconds:
+            if waited > self.retry_seconds + GRACE:
                 raise UserError(
                     f"{shard}: {member.size:,} bytes at byte {member.offset:,} did not arrive "
-                    f"within {waited:.0f} s (data.io_retry_seconds). "
-                    "Raise it, or use a faster line"
+                    f"in {waited:.0f} s. Raise data.io_retry_seconds, or use a faster line"
                 )
             time.sleep(pause)
             self.waited += pause

@@ -217,6 +217,8 @@ class Fetcher:
                 with (self.copies.folder / "damaged").open("a") as file:
                     file.write("".join(wrong))
         except (OSError, UserError) as error:
+            # At once: other threads may still try again.
+            write_whole(self.copies.folder / "failed", str(error))
             self.failure = error
         finally:
             self.free_threads.release()
