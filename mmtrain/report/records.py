@@ -130,6 +130,17 @@ class Epoch(_Metric):
     overlong: Count
 
 
+class Fetched(_Metric):
+    """What rank 0's machine has fetched of remote shards since the run started or resumed."""
+
+    kind: Literal["copies"]
+    fetched_bytes: Measure
+    requests: Count
+    seconds: Measure
+    waited_seconds: Measure
+    cache_bytes: Measure
+
+
 class Other(_Metric):
     """A record that is an event, or is not shown."""
 
@@ -137,7 +148,9 @@ class Other(_Metric):
     error: Text = ""  # only of a failed checkpoint
 
 
-Metric = Annotated[Train | Ranks | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
+Metric = Annotated[
+    Train | Ranks | Evaluation | Begin | Epoch | Fetched | Other, Field(discriminator="kind")
+]
 
 
 class Quarantined(BaseModel):
@@ -318,6 +331,7 @@ class RunRecord:
         self.plan: Plan | None = None
         self.audit: Audit | None = None
         self.begin: Begin | None = None  # of the latest process
+        self.fetched: Fetched | None = None  # as last recorded
         self.final_step: int | None = None
         self.steps = 0  # recorded
         self.steps_done = 0  # updates after which the records end
@@ -456,6 +470,8 @@ def _read_metrics(run: RunRecord) -> None:
             _add_step(run, record, now)
         elif kind == "ranks":
             _add_ranks(run, record)
+        elif kind == "copies":
+            run.fetched = record
         elif kind == "begin":
             run.begin = record
             if not record.step:

@@ -17,6 +17,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, counted, first_few, percent
 from mmtrain.base.progress import clock
 from mmtrain.base.small_files import read_limited
+from mmtrain.data.stream.copies import summary_of
 from mmtrain.report.elements import (
     NOT_EVALUATED,
     NOT_YET,
@@ -266,6 +267,8 @@ def rank_times(run: RunRecord) -> Section:
             "The plan assumes costs from FLOPs and bytes. Run mmtrain calibrate to measure them."
         )
 
+    if run.fetched:
+        says.append(summary_of(vars(run.fetched)))
     fetches = any(times["fetching"][rank] for rank in totals)
     if fetches:
         says.append(

@@ -23,7 +23,7 @@ from mmtrain.checkpoint.run_folder import ANSWERS, METRICS
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.account import SampleLog
-from mmtrain.data.stream.copies import Copies
+from mmtrain.data.stream.copies import Copies, summary_of
 from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
@@ -240,7 +240,7 @@ class Recorder:
         if self._utilization is not None and (sums := self._utilization.take_sums()) is not None:
             self.records.write("ranks", step=steps, **sums)
             if self._copies is not None:
-                self.records.write("fetch", step=steps, **self._copies.stats())
+                self.records.write("copies", step=steps, **self._copies.stats())
 
     def close_account(self, steps: int) -> None:
         if self.account is not None:
@@ -255,7 +255,7 @@ class Recorder:
         if self._utilization is not None and (summary := self._utilization.summary()) is not None:
             self._console.line(summary)
         if self._copies is not None:
-            self._console.line(self._copies.summary)
+            self._console.line(summary_of(self._copies.stats()))
         if self.batches is not None:
             self.batches.close()
         self.records.close()

@@ -15,7 +15,7 @@ The folder of a run's copies also holds
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,16 @@ class Copies:
         return False
 
     def stats(self) -> dict[str, Any]:
-        """Return what was fetched so far, by machine-readable names; nothing before the first."""
-        with contextlib.suppress(FileNotFoundError):
-            stats = json.loads((self.folder / "stats").read_text())
-            return stats | {"waited_seconds": float(self.readers()[:, 1].sum()) / 1e6}
-        return {}
+        """Return what was fetched so far, and how long all readers have waited."""
+        stats = json.loads((self.folder / "stats").read_text())
+        return {**stats, "waited_seconds": float(self.readers()[:, 1].sum()) / 1e6}
 
-    @property
-    def summary(self) -> str:
-        """Describe for people what this machine has fetched."""
-        stats = self.stats()
-        if not stats:
-            return "nothing was fetched"
-        rate = stats["fetched_bytes"] / stats["seconds"] / 1e6
-        return (
-            f"fetched {bytes_text(stats['fetched_bytes'])} in {stats['requests']:,} requests, "
-            f"{rate:,.1f} MB/s; readers waited {stats['waited_seconds']:,.1f} s; "
-            f"copies take {bytes_text(stats['cache_bytes'])}"
-        )
+
+def summary_of(stats: Mapping[str, float]) -> str:
+    """Describe for people what a machine has fetched."""
+    rate = stats["fetched_bytes"] / max(stats["seconds"], 1e-3) / 1e6
+    return (
+        f"shards: {bytes_text(stats['fetched_bytes'])} fetched in {stats['requests']:,} requests, "
+        f"{rate:,.1f} MB/s; waited for them {stats['waited_seconds']:,.1f} s; "
+        f"copies take {bytes_text(stats['cache_bytes'])}"
+    )

@@ -81,6 +81,7 @@ class Fetcher:
         self.fetched = {"fetched_bytes": 0, "requests": 0}
         self.started = time.monotonic()
         self.looked = 0.0
+        self.write_stats()
 
     def run(self) -> None:
         before: set[str] = set()
