@@ -181,6 +181,10 @@ def _print_report(survey: Survey, reading: Reading | None, fills: list[Fill]) ->
         for fill in fills
     ]
     print_table((">pack_length", ">packs", ">full", ">overlong"), rows)
+    if fills and fills[0].packs:
+        packs = reading.packs_per_step
+        step_mb = survey.bytes / fills[0].packs * packs / 1e6
+        print_result("", f"a step of {packs:,} packs reads {step_mb:,.1f} MB of the shards")
     if survey.expected:
         print_result(
             "",

@@ -19,7 +19,8 @@ from mmtrain.facts.models import models_of
 WORDS_HELP = (
     "a run's configuration, FILE.yaml or example:NAME, which says how samples become tokens; "
     "key=value changes it; SHARDS are read instead of those that it names: "
-    "paths, folders, globs (*, ?), brace ranges ({00..99})"
+    "paths, URLs (s3://, gs://, az://, https://, hf://datasets/), folders, globs (*, ?), "
+    "brace ranges ({00..99})"
 )
 
 
@@ -29,6 +30,7 @@ class Reading(Tokenization):
 
     pack_length: int
     max_tiles_per_pack: int | None
+    packs_per_step: int
 
 
 def parse_words(
@@ -64,4 +66,5 @@ def reading_of(config: RunConfig, tars: Sequence[Tar]) -> Reading:
         layout=models_of(config).layout,
         pack_length=data.pack_length,
         max_tiles_per_pack=data.max_tiles_per_pack,
+        packs_per_step=config.train.packs_per_step,
     )

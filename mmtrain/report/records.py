@@ -131,7 +131,7 @@ class Epoch(_Metric):
 
 
 class Fetched(_Metric):
-    """What rank 0's machine has fetched of remote shards since the run started or resumed."""
+    """Bytes of remote shards that rank 0's machine has fetched since its process began."""
 
     kind: Literal["copies"]
     fetched_bytes: Measure

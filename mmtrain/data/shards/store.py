@@ -58,7 +58,7 @@ Objects = dict[str, tuple[int, str]]  # path -> size in bytes, version
 
 
 class StoreError(UserError):
-    """What a store refuses, as one line for people; `code` is HTTP's, 0 where there is none."""
+    """A store's refusal, as one line for people; `code` is HTTP's, 0 where there is none."""
 
     code = 0
 
