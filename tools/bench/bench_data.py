@@ -38,6 +38,8 @@ examples:
     python tools/bench/bench.py data --samples 100000 1000000 10000000 100000000 --folder /scratch
   beside webdataset, mosaicml-streaming and Megatron-Energon, which an environment RIVALS has:
     python tools/bench/bench.py data --rivals RIVALS/bin/python
+  shards on a server, behind slow and broken lines, some minutes and 1.5 GB:
+    python tools/bench/bench.py data --remote
 """
 HERE = Path(__file__).parent
 RIVALS = {
@@ -59,6 +61,14 @@ def shards_of(text: str) -> int:
     return number
 
 
+def shards_on_servers(text: str) -> int:
+    """Parse a number of shards that take more than their copies may."""
+    number = int(text)
+    if number < 5:
+        raise argparse.ArgumentTypeError("at least 5 are needed")
+    return number
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write every single measurement there")
@@ -76,10 +86,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PYTHON",
         help="start other loaders, too, up to a million samples, by this interpreter",
     )
+    add(
+        "--remote",
+        type=shards_on_servers,
+        nargs="?",
+        const=7,
+        metavar="SHARDS",
+        help="read shards of 1,000 samples from servers on this machine instead (7, 430 MB)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure one size after the other, and print a table."""
+    if options.remote:
+        from bench_data_remote import run as run_remote
+
+        return run_remote(options)
     result: dict[str, Any] = {"machine": describe_machine(), "samples": {}, "left_out": []}
     sizes = sorted(set(options.samples))
     for samples in sizes:

@@ -7,6 +7,7 @@ held-out samples, then the groups of packs --members that readers read--> ranges
 Room is made by removing whole shards that all readers have passed, those needed longest ago first.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -72,7 +73,7 @@ class Fetcher:
         self.task = task
         self.copies = Copies(folder)
         for copy in folder.glob("*.tar"):  # of a fetcher that was killed: not counted here
-            copy.unlink()
+            _remove(copy)
         self.used: dict[str, int] = {}  # bytes of each shard that are there or on their way
         self.needed_until: dict[str, int] = {}  # last pack that is known to need a shard
         self.there: dict[str, ndarray] = {}  # samples of a shard that are there or on their way
@@ -172,7 +173,7 @@ class Fetcher:
             passed = [url for url in self.used if self.needed_until[url] < slowest]
             if passed:
                 url = min(passed, key=self.needed_until.get)
-                self.copies.path(url).unlink(missing_ok=True)
+                _remove(self.copies.path(url))
                 del self.used[url], self.there[url]
                 continue
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -223,6 +224,13 @@ class Fetcher:
             self.failure = error
         finally:
             self.free_threads.release()
+
+
+def _remove(copy: Path) -> None:
+    """Remove a copy. It is emptied: readers that have it open would keep its bytes on the disk."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(copy, 0)
+        copy.unlink()
 
 
 def merged(url: str, members: list[tuple[int, int, int]], needs: list[int]) -> list[_Piece]:
