@@ -90,7 +90,7 @@ def ensure_indexes(
         )
     _log.info(
         f"indexing {len(missing):,} of {len(tars):,} shards "
-        "(once; the indexes are kept beside them)"
+        "(once; their indexes are kept)"
     )
     build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
