@@ -189,6 +189,8 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
             tar = RemoteTar(url, *objects[each], index_version)
             if index_bytes > tar.size:
                 raise StoreError(f"{url}.index: is larger than its tar. Make it again")
+            if not url.isprintable():
+                raise StoreError(f"{url!r}: the name holds control characters. Rename the object")
             tars.append(tar)
 
     # A server that ignores ranges, or a key that may list and not read, shows before a run starts.
