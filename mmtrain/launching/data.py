@@ -78,10 +78,14 @@ def check_data(config: RunConfig, others_wait: bool) -> tuple[RunConfig, StoredD
 def _refuse_trained_on(held_out: DataSet, sets: Sequence[DataSet]) -> None:
     trained: set[Tar] = set()
     for one in sets:
-        trained.update(tar.resolve() for tar in one.shards)
-    if both := trained.intersection(tar.resolve() for tar in held_out.shards):
+        trained |= _resolved(one.shards)
+    if both := trained & _resolved(held_out.shards):
         raise UserError(
             f"eval.shards: {min(map(str, both))} is in data.shards too; scores on samples that are "
             "trained on say nothing of others. Leave some shards out of data.shards, or set "
             "eval.fraction instead"
         )
+
+
+def _resolved(tars: Sequence[Tar]) -> set[Tar]:
+    return {tar.resolve() for tar in tars}

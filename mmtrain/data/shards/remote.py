@@ -165,7 +165,7 @@ def _store_process(act: str) -> subprocess.Popen:
 
 def _words_of(process: subprocess.Popen) -> str:
     """Return what a process that failed has written to stderr."""
-    words = process.stderr.read().decode(errors="replace").strip()
+    words = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
     return words or f"the process that asks the store ended with {process.returncode}"
 
 

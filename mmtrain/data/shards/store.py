@@ -103,28 +103,22 @@ def located(url: str) -> tuple[str, str]:
 def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
     """Open the store with this root."""
     scheme, _, place = root.partition("://")
+    # `timeout` is of a whole request: a tar may take long, while each read of it may not.
     options: dict[str, Any] = {
         "allow_http": True,
-        "connect_timeout": timedelta(seconds=10),
-        "read_timeout": timedelta(seconds=30),
         "timeout": timedelta(hours=1),
+        "read_timeout": timedelta(seconds=30),
     }
-    backoff = {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=5),
-        "base": 2,
-    }
-    retry: Any = {
-        "max_retries": 1000,
-        "retry_timeout": timedelta(seconds=retry_seconds),
-        "backoff": backoff,
+    settings: Any = {
+        "client_options": options,
+        "retry_config": {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_seconds)},
     }
     if scheme == "s3":
-        return S3Store(place, config=_aws_files(), client_options=options, retry_config=retry)
+        return S3Store(place, config=_aws_files(), **settings)
     if scheme == "gs":
-        return GCSStore(place, client_options=options, retry_config=retry)
+        return GCSStore(place, **settings)
     if scheme == "az":
-        return AzureStore(place, client_options=options, retry_config=retry)
+        return AzureStore(place, **settings)
     if scheme == "hf":
         from huggingface_hub import constants, get_token  # 0.2 s
 
@@ -132,7 +126,7 @@ def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
         root = f"{constants.ENDPOINT}/datasets/{name}/resolve/{quote(revision, safe='')}"
         if token := get_token():
             options["default_headers"] = {"Authorization": f"Bearer {token}"}
-    return HTTPStore.from_url(root, client_options=options, retry_config=retry)
+    return HTTPStore.from_url(root, **settings)
 
 
 def _data_set(root: str) -> tuple[str, str]:
@@ -143,26 +137,20 @@ def _data_set(root: str) -> tuple[str, str]:
 
 def _aws_files() -> dict[str, str]:
     """Return the settings of ~/.aws that the environment does not give; obstore reads none."""
+    files = configparser.ConfigParser(interpolation=None)
+    for variable, name in (("CONFIG_FILE", "config"), ("SHARED_CREDENTIALS_FILE", "credentials")):
+        path = os.environ.get(f"AWS_{variable}", f"~/.aws/{name}")
+        files.read(Path(path).expanduser())
     profile = os.environ.get("AWS_PROFILE", "default")
-    found = {}
-    for variable, name, section in (
-        ("AWS_CONFIG_FILE", "config", f"profile {profile}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", profile),
-    ):
-        file = configparser.ConfigParser(interpolation=None)
-        file.read(Path(os.environ.get(variable, f"~/.aws/{name}")).expanduser())
-        if section == "profile default":
-            section = profile
-        if file.has_section(section):
-            found |= dict(file[section])
     names = ["region", "endpoint_url"]
     if "AWS_ACCESS_KEY_ID" not in os.environ:
         names += ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
     config = {}
-    for name in names:
-        variable = f"AWS_{name.removeprefix('aws_').upper()}"
-        if name in found and variable not in os.environ:
-            config[name] = found[name]
+    for section in (f"profile {profile}", profile):
+        for name in names:
+            variable = f"AWS_{name.removeprefix('aws_').upper()}"
+            if files.has_option(section, name) and variable not in os.environ:
+                config[name] = files[section][name]
     return config
 
 
@@ -197,8 +185,13 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
             objects = _listed(root, path, name)
             urls = {each: f"{root}/{each}" for each in sorted(objects) if each.endswith(".tar")}
         for each, url in urls.items():
-            _, index_version = objects.get(f"{each}.index", (0, ""))
-            tars.append(RemoteTar(url, *objects[each], index_version))
+            index_bytes, index_version = objects.get(f"{each}.index", (0, ""))
+            tar = RemoteTar(url, *objects[each], index_version)
+            if index_bytes > tar.size:
+                raise StoreError(f"{url}.index: is larger than its tar. Make it again")
+            if not url.isprintable():
+                raise StoreError(f"{url!r}: the name holds control characters. Rename the object")
+            tars.append(tar)
 
     # A server that ignores ranges, or a key that may list and not read, shows before a run starts.
     for root in found:

@@ -80,7 +80,7 @@ class Fetcher:
         self.failure: Exception | None = None
         self.free_threads = threading.Semaphore(2 * THREADS)
         self.fetched = {"fetched_bytes": 0, "requests": 0}
-        self.started = time.monotonic()
+        self.started = time.monotonic()  # later by what it has waited for room
         self.looked = 0.0
         self.write_stats()
 
@@ -177,6 +177,7 @@ class Fetcher:
                 del self.used[url], self.there[url]
                 continue
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+            self.started += _SECONDS_BETWEEN_LOOKS
             self.look()
         self.used[piece.url] = self.used.get(piece.url, 0) + piece.room
 

@@ -41,11 +41,9 @@ class Fetching:
             if other.is_dir() and other != folder:
                 with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
                     shutil.rmtree(other)
-        unfinished = folder.with_suffix(".new")
-        unfinished.mkdir()
+        folder.mkdir()
         readers = len(task.replicas) * max(1, task.config.data.workers)
-        np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(unfinished / "readers")
-        unfinished.rename(folder)
+        np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(folder / "readers")
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
         self._thread.start()
 
@@ -56,10 +54,13 @@ class Fetching:
             process.start()
             self._process = process
             process.join()
-            if process.exitcode >= 0:
+            code = process.exitcode
+            if code > 0:
+                write_whole(self._folder / "failed", "the process that fetches shards failed")
+            if code >= 0:
                 return
             if not self._is_stopped:
-                _log.warning(f"the process that fetches shards was killed ({process.exitcode})")
+                _log.warning(f"the process that fetches shards was killed (signal {-code})")
 
     def stop(self) -> None:
         """End the process, and remove all copies."""
