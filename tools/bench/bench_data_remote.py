@@ -16,7 +16,6 @@ import json
 import random
 import resource
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -197,7 +196,9 @@ def read(folder: Path, reading: Reading) -> Found:
     """Read in a process of its own, and watch the disk meanwhile."""
     copies = folder / "copies"
     cache = {"XDG_CACHE_HOME": str(folder / "cache")}
-    command = python_child(__file__, copies, json.dumps(reading), **cache, **reading.environment)
+    # A module that runs as a script would be imported again by each fetcher, with torch.
+    code = "import sys, bench_data_remote; bench_data_remote.main(*sys.argv[1:])"
+    command = python_child("-c", code, copies, json.dumps(reading), **cache, **reading.environment)
     peak = 0
     with subprocess.Popen(**command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
@@ -258,6 +259,7 @@ def read_epoch(copies: Path, reading: Reading) -> Found:
         return start_and_end(packed, copies, steps, reading.starts)
     first_group = -(-len(packed.order.group(0, 0)) // PACKS_PER_STEP)
 
+    processor = children_seconds()
     started = time.perf_counter()
     fetching = packed.fetch(copies / "run", [0], steps)
     needed = digest = 0
@@ -287,12 +289,12 @@ def read_epoch(copies: Path, reading: Reading) -> Found:
     if fetching is None:
         return found
 
-    psutil.wait_procs(fetchers())
+    while fetchers():
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
     stats = packed.reader.copies.stats()
     fetching.stop()
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     later = waits[first_group:]
-    found["fetcher_seconds"] = usage.ru_utime + usage.ru_stime
+    found["fetcher_seconds"] = children_seconds() - processor
     found["first_seconds"] = waits[0]
     found["waited_milliseconds"] = 1e3 * sum(later) / len(later)
     if not reading.kills:  # else those of the last fetcher
@@ -301,10 +303,21 @@ def read_epoch(copies: Path, reading: Reading) -> Found:
     return found
 
 
+def children_seconds() -> float:
+    """Return processor seconds of child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def fetchers() -> list[psutil.Process]:
     """Return the fetchers of this process."""
     children = psutil.Process().children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def start_and_end(packed: PackedBatches, copies: Path, steps: int, starts: int) -> Found:
@@ -321,7 +334,3 @@ def start_and_end(packed: PackedBatches, copies: Path, steps: int, starts: int) 
 def main(copies: str, reading: str) -> None:
     """Read what a parent process asks for."""
     print_result(json.dumps(read_epoch(Path(copies), Reading(*json.loads(reading)))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 BUCKET = "bench"
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret"}
 _START_SECONDS = 60
-_CHUNK = 1 << 18  # bytes
+_CHUNK = 1 << 20  # bytes
 _CUT_WITHIN = 4 << 20  # first bytes of an answer among which it is cut
 _BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -86,6 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(size))
         self.send_header("Last-Modified", self.date_time_string(0))
+        self.send_header("ETag", '"1"')
         if content_range:
             self.send_header("Content-Range", content_range)
         self.end_headers()
@@ -108,13 +109,13 @@ class Proxy:
         self.free_at = 0.0  # the line is used until then
 
     async def serve(self) -> None:
-        server = await asyncio.start_server(self.pass_on, HOST, 0)
+        server = await asyncio.start_server(self.pass_on, HOST, 0, limit=_CHUNK)
         print_result(str(server.sockets[0].getsockname()[1]))
         await server.serve_forever()
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection."""
-        up_reader, up_writer = await asyncio.open_connection(HOST, self.port)
+        up_reader, up_writer = await asyncio.open_connection(HOST, self.port, limit=_CHUNK)
         left = [float("inf")]  # bytes of the answer until it is cut
         answers = asyncio.ensure_future(self.answer(up_reader, writer, left))
         with contextlib.suppress(OSError):
