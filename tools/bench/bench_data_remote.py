@@ -3,8 +3,10 @@
 synthetic shards --servers, proxies (`bench_data_servers`)--> URLs
 URLs --a process for each case: PackedBatches, but nothing is decoded--> seconds, bytes, waits
 
-Nothing but reading happens, so local files are as fast as they can be. The peak is what the copies
-take on the disk, those that were removed and are still open included.
+Nothing but reading happens, so local files are as fast as they can be. Servers and proxies share
+the cores with reader and fetcher. The peak is what the copies take on the disk, those that were
+removed and are still open included; more than the bound is an error. `later` leaves out the waits
+of the first group of packs, which nothing can be fetched ahead of.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ COLUMNS = {
     "requests": ("requests", ","),
     "fetched / needed": ("fetched_ratio", ".3f"),
     "peak MB": ("peak_megabytes", ".1f"),
-    "fetcher's processor s": ("fetcher_seconds", ".2f"),
-    "ms waited a step": ("waited_milliseconds", ".1f"),
+    "fetcher's CPU s": ("fetcher_seconds", ".2f"),
+    "waited s": ("waited_seconds", ".2f"),
+    "later, ms a step": ("later_milliseconds", ".1f"),
 }
 Found = dict[str, Any]
 
@@ -295,8 +298,8 @@ def read_epoch(copies: Path, reading: Reading) -> Found:
     fetching.stop()
     later = waits[first_group:]
     found["fetcher_seconds"] = children_seconds() - processor
-    found["first_seconds"] = waits[0]
-    found["waited_milliseconds"] = 1e3 * sum(later) / len(later)
+    found["waited_seconds"] = sum(waits)
+    found["later_milliseconds"] = 1e3 * sum(later) / len(later)
     if not reading.kills:  # else those of the last fetcher
         found["requests"] = stats["requests"]
         found["fetched_ratio"] = stats["fetched_bytes"] / needed

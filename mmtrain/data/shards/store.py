@@ -41,6 +41,7 @@ HUB_NAMES = 500  # files that the hub is asked about at once
 IMPATIENT = 5.0  # seconds for which what fails is tried again as a run begins: a wrong host
 PATIENT = 60.0  # while a whole tar is read
 _SECONDS_BETWEEN_NOTES = 5.0
+_PAUSE = 0.1  # seconds, after an answer that was cut off
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
@@ -302,18 +303,23 @@ def _copy_indexes(tars: Sequence[RemoteTar]) -> None:
                 _reply(note=f"{done:,} of {len(tars):,} indexes copied into the cache")
 
 
-def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT) -> bytes:
+def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT) -> memoryview:
     """Return bytes [begin, end) of an object, fewer where it ends before. Raises StoreError."""
     root, path = located(url)
-    try:
-        with _refusals(url):
-            return bytes(
-                obstore.get_range(store_of(root, retry_seconds), path, start=begin, end=end)
-            )
-    except StoreError as error:
-        if error.code == _BEYOND:
-            return b""
-        raise
+    store = store_of(root, retry_seconds)
+    deadline = time.monotonic() + retry_seconds
+    while True:
+        try:
+            with _refusals(url):
+                return memoryview(obstore.get_range(store, path, start=begin, end=end))
+        except StoreError as error:
+            if error.code == _BEYOND:
+                return memoryview(b"")
+            # obstore goes on by itself only where the server gives an ETag
+            is_cut = "response body" in str(error)
+            if not is_cut or time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE)
 
 
 def _reply(**values: Any) -> None:

@@ -336,10 +336,11 @@ class Reader:
                             "too_many_bytes",
                             f"{member.suffix}: {member.size:,} bytes; at most {limit:,}",
                         )
-                    content = contents[member.suffix] = self._read(place.shard, member)
-                    if zlib.crc32(content) != member.crc32:
+                    content = self._read(place.shard, member)
+                    if content is None:
                         offset = member.offset
                         raise BadSample("checksum", checksum_detail(member))
+                    contents[member.suffix] = content
             sample = read_sample(place.key, place.shard, contents, offset, place.form)
             sample = replace(sample, sizes=place.sizes)
             return without_images(sample) if strips else sample
@@ -359,8 +360,10 @@ class Reader:
 
     __del__ = close  # descriptors are numbers, which nothing else closes
 
-    def _read(self, shard: str, member: Member) -> bytes:
-        """Return a member's bytes; while the system fails to give them, try again."""
+    def _read(self, shard: str, member: Member) -> bytes | None:
+        """Return a member's bytes, None if they are damaged; while the system fails to give them,
+        try again.
+        """
         if is_remote(shard) and self.copies is not None:
             return self._copied(shard, member)
         deadline = time.monotonic() + self.retry_seconds
@@ -380,17 +383,17 @@ class Reader:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _copied(self, shard: str, member: Member) -> bytes:
-        """Return a member of a remote shard as soon as its copy has bytes of the right checksum, or
-        those that are wrong in the store.
+    def _copied(self, shard: str, member: Member) -> bytes | None:
+        """Return a member of a remote shard as soon as its copy has bytes of the right checksum;
+        None if they are wrong in the store.
         """
         started = time.monotonic()
         pause = FIRST_LOOK
         while True:
-            content = b""
+            content = None
             with contextlib.suppress(OSError):
                 content = self._pread(shard, member)
-            if zlib.crc32(content) == member.crc32 or self.copies.is_damaged(shard, member.offset):
+            if content is not None or self.copies.is_damaged(shard, member.offset):
                 return content
             self._close(shard)  # it may be a file that was removed since
             waited = time.monotonic() - started
@@ -403,7 +406,11 @@ class Reader:
             self.waited += pause
             pause = min(2 * pause, LONGEST_LOOK)
 
-    def _pread(self, shard: str, member: Member) -> bytes:
+    def _pread(self, shard: str, member: Member) -> bytes | None:
+        content = self._bytes(shard, member)
+        return content if zlib.crc32(content) == member.crc32 else None
+
+    def _bytes(self, shard: str, member: Member) -> bytes:
         if is_remote(shard) and self.copies is None:
             with RemoteStream(shard, member.offset, member.offset + member.size) as stream:
                 return stream.read(member.size)
