@@ -96,6 +96,10 @@ def run(options: argparse.Namespace) -> int:
     print_info("")
     print_table(("", *(f">{name}" for name in COLUMNS)), rows)
     print_info("", f"{REPETITIONS} repetitions; copies may take {bound / MB:.1f} MB")
+    for found in cases.values():
+        for key, value in found.items():
+            if isinstance(value, Spread):
+                found[key] = value.values
     result |= {"bound": bound, "cases": cases}
     finish(result, options.json)
     return 0
