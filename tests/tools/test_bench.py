@@ -107,6 +107,7 @@ def test_growth_is_the_exponent_of_a_power():
         "peers --quick",
         "plan --quick",
         "data --samples 2000",
+        "data --remote 5",
         "gpu --quick --shape tiny --device cpu --samples-per-pack 3",
     ],
 )

@@ -5,8 +5,7 @@ URLs --a process for each case: PackedBatches, but nothing is decoded--> seconds
 
 Nothing but reading happens, so local files are as fast as they can be. Servers and proxies share
 the cores with reader and fetcher. The peak is what the copies take on the disk, those that were
-removed and are still open included; more than the bound is an error. `later` leaves out the waits
-of the first group of packs, which nothing can be fetched ahead of.
+removed and are still open included; more than the bound is an error.
 """
 
 from __future__ import annotations
@@ -48,28 +47,37 @@ STARTS = 100
 MB = 1e6
 _SECONDS_BETWEEN_LOOKS = 0.02
 
-WORST = ", 50 ms, 5% failed, 5% cut"
+WORST = ", worst line"
 LINES = {"": Line(), ", 50 ms": Line(0.05), WORST: Line(0.05, 0.05, 0.05)}
 NARROW = Line(0.05, 0.05, 0.05, 2 * PACE)
 COLUMNS = {
     "seconds": ("seconds", ".2f"),
     "/ local": ("ratio", ".1f"),
     "requests": ("requests", ","),
-    "fetched / needed": ("fetched_ratio", ".3f"),
+    "/ needed": ("fetched_ratio", ".3f"),
     "peak MB": ("peak_megabytes", ".1f"),
-    "fetcher's CPU s": ("fetcher_seconds", ".2f"),
+    "CPU s": ("fetcher_seconds", ".2f"),
     "waited s": ("waited_seconds", ".2f"),
-    "later, ms a step": ("later_milliseconds", ".1f"),
+    "later ms": ("later_milliseconds", ".1f"),
 }
+NOTES = (
+    "/ needed: bytes fetched, by those of the pictures read; CPU s: the fetcher's",
+    "waited s: the reader, for copies; later ms: a step, without the first group of packs",
+    "worst line: 50 ms a request, 5% of requests fail, 5% of answers are cut",
+    "10 of 20 MB/s: the worst line gives 20 MB/s, a reader with pauses needs 10",
+    "2 kills, 2 epochs: of the fetcher, on the worst line; the bytes read are those of local files",
+    f"{STARTS} starts: fetchers are started and ended; no process and no file is left",
+)
 Found = dict[str, Any]
 
 
 class Reading(NamedTuple):
-    """What a process reads: an epoch of one replica."""
+    """What a process reads: the packs of one replica."""
 
     shards: list[str]
     bound: int  # bytes of the copies
     environment: Mapping[str, str] = {}
+    epochs: int = 1
     replicas: int = 1
     bytes_per_second: float = 0.0  # 0: as many as there are
     kills: int = 0  # of the fetcher, meanwhile
@@ -95,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         rows.append((case, *cells))
     print_info("")
     print_table(("", *(f">{name}" for name in COLUMNS)), rows)
-    print_info("", f"{REPETITIONS} repetitions; copies may take {bound / MB:.1f} MB")
+    print_info("", *NOTES, f"copies may take {bound / MB:.1f} MB; {REPETITIONS} repetitions")
     for found in cases.values():
         for key, value in found.items():
             if isinstance(value, Spread):
@@ -112,7 +120,7 @@ def measure(folder: Path, shards: int) -> tuple[dict[str, Found], int]:
     bound = round(BOUND * tars[0].stat().st_size)
     local = Reading([f"{folder}/shards/*.tar"], bound)
     # makes the indexes, too
-    digest = read(folder, local._replace(is_compared=True))["digest"]
+    digest = read(folder, local._replace(epochs=2, is_compared=True))["digest"]
 
     with contextlib.ExitStack() as servers:
         ports = {"http": servers.enter_context(serving("serve", folder / "shards"))}
@@ -138,14 +146,13 @@ def measure(folder: Path, shards: int) -> tuple[dict[str, Found], int]:
             for words, line in LINES.items():
                 timed[f"{server}{words}"] = reading(server, line)
         near = timed["http"]
+        worst = timed[f"http{WORST}"]
         paced = reading("http", NARROW)._replace(bytes_per_second=PACE)
         others = {
-            f"http{WORST}, 20 MB/s; 10 needed": paced,
-            "http, one pack in 8": near._replace(replicas=8),
-            f"http{WORST}, fetcher killed twice": timed[f"http{WORST}"]._replace(
-                kills=2, is_compared=True
-            ),
-            f"http, {STARTS} starts and ends": near._replace(starts=STARTS),
+            "10 of 20 MB/s": paced,
+            "one pack in 8": near._replace(replicas=8),
+            "2 kills, 2 epochs": worst._replace(kills=2, epochs=2, is_compared=True),
+            f"{STARTS} starts": near._replace(starts=STARTS),
         }
         found = measure_in_turns(folder, timed)
         for case, one in others.items():
@@ -245,8 +252,8 @@ def bytes_on_disk(copies: Path, reader: int) -> int:
     return sum(blocks.values()) * 512
 
 
-def read_epoch(copies: Path, reading: Reading) -> Found:
-    """Read an epoch in this process."""
+def read_epochs(copies: Path, reading: Reading) -> Found:
+    """Read whole epochs in this process."""
     config = run_config(copies).changed(
         {
             "data.shards": tuple(reading.shards),
@@ -261,7 +268,7 @@ def read_epoch(copies: Path, reading: Reading) -> Found:
         read=lambda reader, number: reader.read(number),
         batch=lambda packs, buffer: packs,
     )
-    steps = packed.order.first_pack(1) // PACKS_PER_STEP
+    steps = packed.order.first_pack(reading.epochs) // PACKS_PER_STEP
     if reading.starts:
         return start_and_end(packed, copies, steps, reading.starts)
     first_group = -(-len(packed.order.group(0, 0)) // PACKS_PER_STEP)
@@ -340,4 +347,4 @@ def start_and_end(packed: PackedBatches, copies: Path, steps: int, starts: int) 
 
 def main(copies: str, reading: str) -> None:
     """Read what a parent process asks for."""
-    print_result(json.dumps(read_epoch(Path(copies), Reading(*json.loads(reading)))))
+    print_result(json.dumps(read_epochs(Path(copies), Reading(*json.loads(reading)))))
