@@ -407,8 +407,11 @@ class Reader:
             pause = min(2 * pause, LONGEST_LOOK)
 
     def _pread(self, shard: str, member: Member) -> bytes | None:
+        """Return a member's bytes once; None if they are not those that were indexed."""
         content = self._bytes(shard, member)
-        return content if zlib.crc32(content) == member.crc32 else None
+        if zlib.crc32(content) != member.crc32:
+            return None
+        return content
 
     def _bytes(self, shard: str, member: Member) -> bytes:
         if is_remote(shard) and self.copies is None:
