@@ -38,7 +38,7 @@ examples:
     python tools/bench/bench.py data --samples 100000 1000000 10000000 100000000 --folder /scratch
   beside webdataset, mosaicml-streaming and Megatron-Energon, which an environment RIVALS has:
     python tools/bench/bench.py data --rivals RIVALS/bin/python
-  shards on a server, behind slow and broken lines, some minutes and 1.5 GB:
+  shards on a server, behind slow and broken lines, 6 minutes and 1.5 GB:
     python tools/bench/bench.py data --remote
 """
 HERE = Path(__file__).parent
