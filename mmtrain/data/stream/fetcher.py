@@ -53,8 +53,8 @@ class _Piece(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes on the disk, in whole pages."""
-        return (self.end // _PAGE - self.begin // _PAGE + 1) * _PAGE
+        """Bytes on the disk: whole pages, and one for a file system's list of them."""
+        return (self.end // _PAGE - self.begin // _PAGE + 2) * _PAGE
 
 
 class _Window(NamedTuple):
