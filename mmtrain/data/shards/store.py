@@ -44,6 +44,8 @@ _SECONDS_BETWEEN_NOTES = 5.0
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
+# in the client's structures: why a host cannot be reached
+_CAUSE = re.compile(r'message: "([^"]+)"|(InvalidCertificate\(\s*\w+)')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
@@ -72,13 +74,20 @@ class StoreError(UserError):
         if isinstance(error, FileNotFoundError):
             code = 404
         needed = _CREDENTIALS.get(url.partition("://")[0], "the store's own URL, and credentials")
+        kind = type(error).__name__  # of huggingface_hub
         # obstore writes the request, " - ", what failed, and then a page of its own structures
         line = text.rpartition(" - ")[2].strip().partition("\n")[0]
+        if cause := _CAUSE.search(str(error)):
+            line += f" ({cause[1] or cause[2]})"
         seen = f"cannot be read: {escape(line)}"
         if isinstance(error, NotSupportedError):
             seen = "its server ignores ranges of bytes. Use another server, or download the file"
         elif "NoSuchBucket" in text:
             seen = "there is no such bucket. Correct its name, or the endpoint"
+        elif kind == "RevisionNotFoundError":
+            seen = "there is no such revision. Correct what follows @"
+        elif kind == "RepositoryNotFoundError":
+            seen = f"there is no such data set, or access is denied (HTTP {code}). Needed: {needed}"
         elif code in _DENIED:
             seen = f"access is denied (HTTP {code}). Needed: {needed}"
         elif code == _MISSING:
