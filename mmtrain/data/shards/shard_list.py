@@ -74,6 +74,18 @@ def expand_shards(
     """
     if isinstance(shards, str):
         shards = (shards,)
+    tars = _listed(shards, key, allow_pipe, cache_gib)
+    for path, times in Counter(tars).items():
+        if times > 1:
+            raise UserError(
+                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
+            )
+    return tuple(tars)
+
+
+def _listed(
+    shards: Sequence[str], key: str, allow_pipe: Sequence[str], cache_gib: float | None = None
+) -> list[Tar]:
     tars: list[Tar] = []
     for are_remote, patterns in itertools.groupby(shards, is_remote):
         if not are_remote:
@@ -103,12 +115,7 @@ def expand_shards(
                 f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
                 "FOLDER (no --images for text), and name FOLDER"
             )
-    for path, times in Counter(tars).items():
-        if times > 1:
-            raise UserError(
-                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
-            )
-    return tuple(tars)
+    return tars
 
 
 def _tars_of(
@@ -310,10 +317,7 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[T
 
     Here a shard may be named twice.
     """
-    paths = {}  # in order, each once
-    for name in names:
-        paths |= dict.fromkeys(expand_shards(name, "SHARDS", allow_pipe))
-    return tuple(paths)
+    return tuple(dict.fromkeys(_listed(names, "SHARDS", allow_pipe)))
 
 
 def refuse_unfinished_shards(paths: Sequence[Tar], key: str) -> None:

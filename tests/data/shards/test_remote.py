@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -30,7 +31,7 @@ from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 PLAIN = Tokenization("demo:llm", "plain")
-READING = ("example:llava_pp4", "data.template=plain")
+READING = ("example:llava_pp4", "data.template=plain", "data.format=llava")
 LOCAL = "127.0.0.1"
 
 
@@ -49,12 +50,13 @@ def stores_of_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://{LOCAL}:9")
 
 
-def shard(path: Path, seed: int, samples: int = 6, side: int = 5) -> Path:
+def shard(path: Path, seed: int, samples: int = 6, side: int = 5, unread: int = 9) -> Path:
     files = []
     for number in range(samples):
         key = f"{seed}-{number}"
         files.append((f"{key}.json", conversation("<image>\nWhat?", f"It is {'x' * number}.")))
         files.append((f"{key}.png", picture(side + number, side)))
+        files.append((f"{key}.bin", random.Random(number).randbytes(unread)))
     return write_tar(path, files)
 
 
@@ -204,12 +206,13 @@ def test_a_damaged_or_stale_index_of_a_store_is_refused_by_its_shards_url(web, f
 def test_a_shard_is_indexed_from_its_stream_as_a_local_one_also_while_requests_fail(
     folder, tmp_path
 ):
-    tars = [shard(folder / f"big-{n}.tar", n, 4, 700) for n in range(2)]
+    tars = [shard(folder / f"big-{n}.tar", n, 4, unread=900_000) for n in range(2)]
     tars += [folder / "s-02.tar", folder / "s-10.tar"]
     with serving(WebServer(folder)) as server:
         found = expand_shards([f"{server.address}/{tar.name}" for tar in tars])
-        server.faults = Faults(fail=0.3, cut=0.5)
-        ensure_indexes(found, PLAIN, workers=2)
+        server.faults = faults = Faults(fail=0.4, cut=0.5)
+        ensure_indexes(found, PLAIN, workers=1)
+        assert faults.failed > 1 and faults.was_cut > 1
         here = [Path(shutil.copy(tar, tmp_path)) for tar in tars]
         ensure_indexes(here, PLAIN, workers=1)
         for own, there in zip(here, found, strict=True):
@@ -238,7 +241,7 @@ def test_a_shard_that_ends_early_is_refused_by_its_url_and_what_is_wrong(web, fo
 
 def test_the_commands_read_remote_shards(web, folder, capsys):
     url = f"{web.address}/s-{{00..02}}.tar"
-    assert main(["index", *READING, url, "--workers", "1"]) == 0
+    assert main(["index", *READING[:2], url, "--workers", "1"]) == 0
     assert "2 of 3 shards are ready" in capsys.readouterr().out
     assert main(["index", *READING, url]) == 0
     assert "3 of 3 shards are ready" in capsys.readouterr().out
