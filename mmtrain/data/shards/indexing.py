@@ -88,10 +88,7 @@ def ensure_indexes(
             f"{len(missing):,} of {len(tars):,} shards have no index for this tokenizer and "
             f"template yet, and other processes would wait for it. First run {MAKE}"
         )
-    _log.info(
-        f"indexing {len(missing):,} of {len(tars):,} shards "
-        "(once; the indexes are kept beside them)"
-    )
+    _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept)")
     build_indexes(missing, how, workers=workers or usable_cores(), stream=stream)
 
 

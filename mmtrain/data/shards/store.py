@@ -45,7 +45,7 @@ _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
 # in the client's structures: why a host cannot be reached
-_CAUSE = re.compile(r'message: "([^"]+)"|(InvalidCertificate\(\s*\w+)')
+_CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
@@ -77,8 +77,9 @@ class StoreError(UserError):
         kind = type(error).__name__  # of huggingface_hub
         # obstore writes the request, " - ", what failed, and then a page of its own structures
         line = text.rpartition(" - ")[2].strip().partition("\n")[0]
-        if cause := _CAUSE.search(str(error)):
-            line += f" ({cause[1] or cause[2]})"
+        cause = _CAUSE.search(str(error))
+        if cause is not None and cause[0] not in line:
+            line += f" ({cause[0]})"
         seen = f"cannot be read: {escape(line)}"
         if isinstance(error, NotSupportedError):
             seen = "its server ignores ranges of bytes. Use another server, or download the file"
@@ -129,7 +130,16 @@ def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
         "backoff": backoff,
     }
     if scheme == "s3":
-        return S3Store(place, config=_aws_files(), client_options=options, retry_config=retry)
+        files = _aws_files()
+        # The client would panic.
+        for variable in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            endpoint = os.environ.get(variable, files.get("endpoint_url", "https://"))
+            if not endpoint.startswith(("http://", "https://")):
+                raise StoreError(
+                    f"{variable}: the endpoint {endpoint!r} is no URL. Write http:// or https:// "
+                    "before it"
+                )
+        return S3Store(place, config=files, client_options=options, retry_config=retry)
     if scheme == "gs":
         return GCSStore(place, client_options=options, retry_config=retry)
     if scheme == "az":
@@ -180,7 +190,12 @@ def _refusals(url: str) -> Iterator[None]:
     """Raise StoreError for what a store refuses, or cannot be asked for."""
     try:
         yield
-    except (BaseError, OSError, ValueError) as error:
+    except Exception as error:
+        known: tuple[type[Exception], ...] = (BaseError, OSError, ValueError)
+        if hub := sys.modules.get("huggingface_hub.errors"):
+            known += (hub.HTTPError,)  # of its HTTP client
+        if not isinstance(error, known):
+            raise
         raise StoreError.of(error, url) from error
 
 

@@ -199,7 +199,7 @@ def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars, logged):
     ensure_indexes(tars, PLAIN)
     assert index_headers(tars, FINGERPRINTS["plain"])[1] == []
     assert [index_path(tar).stat().st_mtime_ns for tar in tars[:2]] == written
-    assert logged[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
+    assert logged[0] == "indexing 1 of 3 shards (once; the indexes are kept)"
     assert logged[-1].startswith("1 of 1 shards")
     logged.clear()
     ensure_indexes(tars, PLAIN)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from archives import conversation, picture, write_tar
 from processes import ran_python
-from stores import KEY, SECRET, TOKEN, DataHub, Faults, WebServer, s3_server, serving, with_tls
+from stores import KEY, SECRET, TOKEN, DataHub, Faults, WebServer, serving, with_tls
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
@@ -98,17 +98,16 @@ def hub(folder, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def s3(made, tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("s3")) as server:
-        server.upload(made / "org" / "set", "bucket")
-        yield server
+def bucket(made, s3):
+    s3.upload(made / "org" / "set", "bucket")
+    return s3
 
 
 @pytest.fixture
-def at_s3(s3, monkeypatch):
-    for name, value in s3.environment.items():
+def at_s3(bucket, monkeypatch):
+    for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    return s3
+    return bucket
 
 
 def names(shards) -> list[str]:
@@ -210,9 +209,9 @@ def test_a_shard_is_indexed_from_its_stream_as_a_local_one_also_while_requests_f
     tars += [folder / "s-02.tar", folder / "s-10.tar"]
     with serving(WebServer(folder)) as server:
         found = expand_shards([f"{server.address}/{tar.name}" for tar in tars])
-        server.faults = faults = Faults(fail=0.4, cut=0.5)
+        server.faults = faults = Faults(fail=0.4, cut=0.7)
         ensure_indexes(found, PLAIN, workers=1)
-        assert faults.failed > 1 and faults.was_cut > 1
+        assert faults.failed > 0 and faults.was_cut > 0
         here = [Path(shutil.copy(tar, tmp_path)) for tar in tars]
         ensure_indexes(here, PLAIN, workers=1)
         for own, there in zip(here, found, strict=True):
@@ -251,6 +250,9 @@ def test_the_commands_read_remote_shards(web, folder, capsys):
     assert main(["inspect", *READING, f"{folder}/s-{{00..02}}.tar", "--json"]) == 0
     assert there == json.loads(capsys.readouterr().out)
     assert there["samples"] == 18
+
+    assert main(["inspect", url]) == 0
+    assert "18 samples" in capsys.readouterr().out
 
     assert main(["inspect", *READING, url, "--show", "1-3"]) == 0
     shown = capsys.readouterr().out
@@ -335,7 +337,9 @@ def test_secrets_of_aws_files_are_read_and_the_environment_goes_first(at_s3, tmp
         ),
         ("hf://datasets/org/set@v9/train/s-00.tar", "there is no such revision"),
         ("hf://datasets/org/sets/train/s-00.tar", "there is no such data set"),
-        ("hf://datasets/org/set/trai/", "there is no such object"),
+        pytest.param(
+            "hf://datasets/org/set/trai/", "there is no such object", marks=pytest.mark.nightly
+        ),
         ("hf://datasets/org/set/", r"no object \*\.tar"),
         ("hf://datasets/org/set/train/none.tar", "there is no such object"),
     ],
@@ -392,6 +396,25 @@ def test_a_private_data_set_needs_a_token(hub, monkeypatch):
     hub.private.add("org/set")
     monkeypatch.setenv("HF_TOKEN", "")
     check_answer("hf://datasets/org/set/train/", "Needed: a token that may read the data set")
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables", "answer"),
+    [
+        ("s3://bucket/a.tar", {"AWS_ENDPOINT_URL": "127.0.0.1:9"}, "'127.0.0.1:9' is no URL"),
+        ("az://box/a.tar", {}, "Account must be specified"),
+        ("gs://box/a.tar", {"GOOGLE_APPLICATION_CREDENTIALS": "/none"}, "/none: No such file"),
+        ("hf://datasets/org/set/a.tar", {"HF_TOKEN": "none"}, "Connection refused"),
+        ("hf://datasets/org/set/*.tar", {"HF_HUB_OFFLINE": "1"}, "offline mode is enabled"),
+        ("http://127.0.0.1:99999/a.tar", {}, "invalid port number"),
+    ],
+)
+def test_stores_that_cannot_be_asked_are_refused_by_what_is_wrong(
+    monkeypatch, typed, variables, answer
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_answer(typed, answer)
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
