@@ -44,6 +44,7 @@ _SECONDS_BETWEEN_NOTES = 5.0
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
+_METADATA = "169.254.169.254"  # asked for credentials where nothing else gives them
 # in the client's structures: why a host cannot be reached
 _CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+')
 _WILDCARD = re.compile(r"[*?\[]")
@@ -83,6 +84,8 @@ class StoreError(UserError):
         seen = f"cannot be read: {escape(line)}"
         if isinstance(error, NotSupportedError):
             seen = "its server ignores ranges of bytes. Use another server, or download the file"
+        elif _METADATA in text:
+            seen = f"no credentials were found. Needed: {needed}"
         elif "NoSuchBucket" in text:
             seen = "there is no such bucket. Correct its name, or the endpoint"
         elif kind == "RevisionNotFoundError":

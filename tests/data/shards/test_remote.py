@@ -417,6 +417,18 @@ def test_stores_that_cannot_be_asked_are_refused_by_what_is_wrong(
     check_answer(typed, answer)
 
 
+@pytest.mark.parametrize(
+    ("url", "asked"), [("s3://b/a", "latest/api/token"), ("gs://b/a", "computeMetadata/v1")]
+)
+def test_without_credentials_the_variables_that_give_them_are_named(url, asked):
+    """The error is made up: a client without credentials asks its cloud's machine for some."""
+    error = f"Error performing PUT http://169.254.169.254/{asked} in 5s - HTTP error: sending"
+    code = "import sys; from mmtrain.data.shards.store import StoreError\n"
+    code += "print(StoreError.of(OSError(sys.argv[1]), sys.argv[2]))"
+    said = ran_python("-c", code, error, url, timeout=60).stdout
+    assert re.match(rf"{url}: no credentials were found. Needed: (AWS|GOOGLE)_\w+", said)
+
+
 def test_without_obstore_the_extra_is_named(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
