@@ -44,6 +44,9 @@ _SECONDS_BETWEEN_NOTES = 5.0
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
+_METADATA = "169.254.169.254"  # asked for credentials where nothing else gives them
+# in the client's structures: why a host cannot be reached
+_CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
@@ -72,13 +75,23 @@ class StoreError(UserError):
         if isinstance(error, FileNotFoundError):
             code = 404
         needed = _CREDENTIALS.get(url.partition("://")[0], "the store's own URL, and credentials")
+        kind = type(error).__name__  # of huggingface_hub
         # obstore writes the request, " - ", what failed, and then a page of its own structures
         line = text.rpartition(" - ")[2].strip().partition("\n")[0]
+        cause = _CAUSE.search(str(error))
+        if cause is not None and cause[0] not in line:
+            line += f" ({cause[0]})"
         seen = f"cannot be read: {escape(line)}"
         if isinstance(error, NotSupportedError):
             seen = "its server ignores ranges of bytes. Use another server, or download the file"
+        elif _METADATA in text:
+            seen = f"no credentials were found. Needed: {needed}"
         elif "NoSuchBucket" in text:
             seen = "there is no such bucket. Correct its name, or the endpoint"
+        elif kind == "RevisionNotFoundError":
+            seen = "there is no such revision. Correct what follows @"
+        elif kind == "RepositoryNotFoundError":
+            seen = f"there is no such data set, or access is denied (HTTP {code}). Needed: {needed}"
         elif code in _DENIED:
             seen = f"access is denied (HTTP {code}). Needed: {needed}"
         elif code == _MISSING:
@@ -114,7 +127,11 @@ def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
         "retry_config": {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_seconds)},
     }
     if scheme == "s3":
-        return S3Store(place, config=_aws_files(), **settings)
+        files = _aws_files()
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", files.get("endpoint_url", "https://"))
+        if not endpoint.startswith(("http://", "https://")):  # the client would panic
+            raise StoreError(f"AWS_ENDPOINT_URL: {endpoint!r} is no URL. Write https:// before it")
+        return S3Store(place, config=files, **settings)
     if scheme == "gs":
         return GCSStore(place, **settings)
     if scheme == "az":
@@ -159,7 +176,12 @@ def _refusals(url: str) -> Iterator[None]:
     """Raise StoreError for what a store refuses, or cannot be asked for."""
     try:
         yield
-    except (BaseError, OSError, ValueError) as error:
+    except Exception as error:
+        known: tuple[type[Exception], ...] = (BaseError, OSError, ValueError)
+        if hub := sys.modules.get("huggingface_hub.errors"):
+            known += (hub.HTTPError,)  # of its HTTP client
+        if not isinstance(error, known):
+            raise
         raise StoreError.of(error, url) from error
 
 
