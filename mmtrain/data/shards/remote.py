@@ -81,9 +81,11 @@ def is_remote(name: str) -> bool:
 
 
 def refuse_unfit_url(url: str, key: str) -> None:
-    """Raise UserError for a URL that no store can answer."""
+    """Raise UserError for a URL that no store can answer; paths are no URLs."""
     scheme, _, rest = url.partition(":")
     shown = repr(disclosed(url))
+    if "::" in url and not Path(url).exists():
+        raise UserError(f"{key}: {shown} joins names by ::. Write a list of names")
     if not rest.startswith("//"):
         if scheme in SCHEMES:
             raise UserError(f"{key}: {scheme}: begins a URL. Write {scheme}://, with two slashes")

@@ -86,6 +86,7 @@ def expand_shards(
 def _listed(
     shards: Sequence[str], key: str, allow_pipe: Sequence[str], cache_gib: float | None = None
 ) -> list[Tar]:
+    """List tars as `expand_shards` does, also some that are named twice."""
     tars: list[Tar] = []
     for are_remote, patterns in itertools.groupby(shards, is_remote):
         if not are_remote:
@@ -95,7 +96,6 @@ def _listed(
         # Asked for together: a process starts in 0.1 s.
         urls = []
         for pattern in patterns:
-            _refuse_joined(pattern, key)
             refuse_unfit_url(pattern, key)
             urls += _without_braces(pattern, key)
         tars += remote_tars(urls, key)
@@ -139,7 +139,6 @@ def _tars_of(
         names = _without_braces(pattern, key)
         return [_piped_shard(name, allow_pipe, key, cache_gib) for name in names]
 
-    _refuse_joined(pattern, key)
     refuse_unfit_url(pattern, key)
     tars = []
     for path in matching_files(pattern, key):
@@ -150,11 +149,6 @@ def _tars_of(
             )
         tars += inside
     return tars
-
-
-def _refuse_joined(pattern: str, key: str) -> None:
-    if "::" in pattern and not Path(pattern).exists():
-        raise UserError(f"{key}: {disclosed(pattern)!r} joins names by ::. Write a list of names")
 
 
 def matching_files(pattern: str, key: str) -> list[Path]:

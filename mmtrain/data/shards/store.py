@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -176,12 +176,7 @@ def _refusals(url: str) -> Iterator[None]:
     """Raise StoreError for what a store refuses, or cannot be asked for."""
     try:
         yield
-    except Exception as error:
-        known: tuple[type[Exception], ...] = (BaseError, OSError, ValueError)
-        if hub := sys.modules.get("huggingface_hub.errors"):
-            known += (hub.HTTPError,)  # of its HTTP client
-        if not isinstance(error, known):
-            raise
+    except (BaseError, OSError, ValueError) as error:
         raise StoreError.of(error, url) from error
 
 
@@ -228,12 +223,8 @@ def _objects(root: str, paths: Sequence[str]) -> Objects:
     """Return those of the objects that are there."""
     found: Objects = {}
     if root.startswith("hf:"):
-        name, revision = _data_set(root)
         for begin in range(0, len(paths), HUB_NAMES):
-            asked = paths[begin : begin + HUB_NAMES]
-            with _refusals(f"{root}/{asked[0]}"):
-                files = _hub().get_paths_info(name, asked, revision=revision, repo_type="dataset")
-                found |= _of_hub(files)
+            found |= _hub_files(root, "get_paths_info", paths[begin : begin + HUB_NAMES])
         return found
 
     def head(path: str) -> None:
@@ -257,13 +248,16 @@ def _described(about: Any) -> tuple[int, str]:
     return about["size"], f"{about['e_tag']} {about['last_modified']}"
 
 
-def _hub() -> Any:
-    from huggingface_hub import HfApi  # 0.2 s
+def _hub_files(root: str, question: str, *about: Any, **more: Any) -> Objects:
+    """Return the files that the hub lists in its answer to a question of its API."""
+    from huggingface_hub import HfApi, errors  # 0.2 s
 
-    return HfApi()
-
-
-def _of_hub(files: Iterable[Any]) -> Objects:
+    name, revision = _data_set(root)
+    ask = getattr(HfApi(), question)
+    try:
+        files = list(ask(name, *about, revision=revision, repo_type="dataset", **more))
+    except (errors.HTTPError, ValueError) as error:
+        raise StoreError.of(error, root) from error
     return {file.path: (file.size, file.blob_id) for file in files if hasattr(file, "size")}
 
 
@@ -277,18 +271,10 @@ def _listed(root: str, path: str, name: str) -> Objects:
         pattern = f"{path.rstrip('/')}/*.tar"
     prefix = pattern[: _WILDCARD.search(pattern).start()].rpartition("/")[0]
     objects: Objects = {}
-    with _refusals(name):
-        if root.startswith("hf:"):
-            data_set, revision = _data_set(root)
-            files = _hub().list_repo_tree(
-                data_set,
-                prefix or None,
-                recursive=True,
-                revision=revision,
-                repo_type="dataset",
-            )
-            objects = _of_hub(files)
-        else:
+    if root.startswith("hf:"):
+        objects = _hub_files(root, "list_repo_tree", prefix or None, recursive=True)
+    else:
+        with _refusals(name):
             for chunk in obstore.list(store_of(root), f"{prefix}/" if prefix else None):
                 for about in chunk:
                     objects[about["path"]] = _described(about)
