@@ -14,7 +14,7 @@ import pytest
 from conftest import MAIN_JOB
 from processes import ranks_of, running, steps_of, wait_for
 from rank_runs import Run, train
-from stores import DataHub, Faults, WebServer, s3_server, serving, with_tls
+from stores import SECRET, TOKEN, DataHub, Faults, WebServer, s3_server, serving, with_tls
 from tiers import nightly
 
 from mmtrain.base.cache import cache_folder
@@ -94,11 +94,15 @@ def store(kind: str, folder: Path, scratch: Path, patched: pytest.MonkeyPatch) -
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["http", "https", "S3", "hub"])
-def test_a_run_from_any_store_makes_the_losses_and_scores_of_the_disk(
+def test_a_run_from_any_store_makes_the_losses_and_scores_of_the_disk_and_writes_no_secret(
     local, folder, tmp_path, monkeypatch, kind
 ):
     with store(kind, folder, tmp_path, monkeypatch) as address:
         run = train(MAIN_JOB, *SETTINGS, *remote(address), f"run.dir={tmp_path}")
+    written = [*run.folder.rglob("*"), *cache_folder("").rglob("*")]
+    for file in filter(Path.is_file, written):
+        content = file.read_bytes()
+        assert SECRET.encode() not in content and TOKEN.encode() not in content, file
     assert run.losses() == local.losses()
     assert [line["loss"] for line in run.lines("metrics.jsonl", "eval")] == [
         line["loss"] for line in local.lines("metrics.jsonl", "eval")

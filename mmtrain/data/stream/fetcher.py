@@ -228,7 +228,9 @@ class Fetcher:
 
 def merged(url: str, members: list[tuple[int, int, int]], needs: list[int]) -> list[_Piece]:
     """Return pieces of at most PIECE bytes, or one larger member, that cover all members."""
-    gap = GAP_OF_HUB if url.startswith("hf:") else GAP
+    gap = GAP
+    if url.startswith("hf:"):
+        gap = GAP_OF_HUB
     pieces: list[_Piece] = []
     for (offset, size, crc32), need in sorted(zip(members, needs, strict=True)):
         own = _Piece(need, url, offset, offset + size, [(offset, size, crc32)])

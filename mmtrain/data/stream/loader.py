@@ -111,8 +111,10 @@ class PackedBatches:
         that makes the copies for all of them, as far as `steps` of the run.
         """
         config = self.config
-        held_out = () if self.data.held_out is None else (self.data.held_out,)
-        if not Catalog((*self.data.train, *held_out)).has_remote_shards:
+        sets = list(self.data.train)
+        if self.data.held_out is not None:
+            sets.append(self.data.held_out)
+        if not Catalog(sets).has_remote_shards:
             return None
         catalog, numbers = self.catalog, np.empty(0, int)
         if config.eval.is_on:
