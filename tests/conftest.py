@@ -21,6 +21,7 @@ import pytest
 import tiny_models
 import torch
 from gpu_ranks import no_real_gpus, real_gpus, why_no_gpus
+from stores import S3, s3_server
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.printing import logs_shown
@@ -262,6 +263,13 @@ def parts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     save_parts(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory) -> Iterator[S3]:
+    """An S3 server of this process, with buckets that tests make by `upload`; it starts in 4 s."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 class DemoRun(NamedTuple):

@@ -51,6 +51,8 @@ class Faults:
 
     fail: float = 0.0  # answered by 503, or by closing the connection
     cut: float = 0.0  # of GETs: their body ends in the middle
+    failed: int = 0  # requests so far
+    was_cut: int = 0
     draw: random.Random = field(default_factory=partial(random.Random, 0))
 
 
@@ -115,6 +117,7 @@ class _FileHandler(_Handler):
         faults = self.server.faults
         if faults.draw.random() < faults.fail:
             self.close_connection = True
+            faults.failed += 1
             if faults.draw.random() < 0.5:
                 self.answer(503)
             return
@@ -154,6 +157,7 @@ class _FileHandler(_Handler):
             return
         faults = self.server.faults
         if end > begin and faults.draw.random() < faults.cut:
+            faults.was_cut += 1
             end = begin + faults.draw.randrange(end - begin)
             self.close_connection = True
         stream.seek(begin)

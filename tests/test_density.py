@@ -23,7 +23,7 @@ BOUNDS = {
     "cli": (21, 33),
     "config": (12, 28),
     "connectors.py": (0, 2),
-    "data": (63, 153),
+    "data": (66, 168),
     "demo": (3, 10),
     "doctor": (5, 19),
     "engine": (16, 55),

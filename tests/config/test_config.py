@@ -263,6 +263,7 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
         ("checkpoint.keep", "checkpoint.keep_last"),
         ("model.lora.alhpa", "model.lora.alpha"),
         ("train.packs_per_batch", "train.packs_per_microbatch"),
+        ("data.cache", "data.cache_gib"),
         ("name", "run.name"),
         ("lora model.loras", "model.lora"),
         ("vision_dtype", "model.vision.dtype"),
@@ -270,7 +271,7 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
         ("checkpoints", "checkpoint"),
         (
             "foo banana x hooks augmentation notes description author model.attention model.foo "
-            "data.cache run.tags "
+            "run.tags "
             "run.project project train.loss train.ema train.mixup callbacks logging profiler "
             "tokenizer_path compile "
             "neftune_noise_alpha use_cache rope_scaling parallel.tensor data.video model.audio "

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import disclosed
 from mmtrain.runtime.child import python_child
 
 _log = logging.getLogger(__name__)
@@ -80,55 +81,58 @@ def is_remote(name: str) -> bool:
 
 
 def refuse_unfit_url(url: str, key: str) -> None:
-    """Raise UserError for a URL that no store can answer."""
+    """Raise UserError for a URL that no store can answer; paths are no URLs."""
     scheme, _, rest = url.partition(":")
+    shown = repr(disclosed(url))
+    if "::" in url and not Path(url).exists():
+        raise UserError(f"{key}: {shown} joins names by ::. Write a list of names")
     if not rest.startswith("//"):
         if scheme in SCHEMES:
-            raise UserError(f"{key}: {url!r} is no URL. Write {scheme}://, with two slashes")
+            raise UserError(f"{key}: {scheme}: begins a URL. Write {scheme}://, with two slashes")
         return
     place = rest[2:]
     host, _, path = place.partition("/")
     if scheme == "file":
-        raise UserError(f"{key}: {url!r} is a local file. Write its path: {place}")
+        raise UserError(f"{key}: {shown} is a local file. Write its path alone")
     if scheme not in SCHEMES:
         advice = f"{', '.join(f'{name}://' for name in SCHEMES)} are read"
         if scheme in _OTHER_NAMES:
-            advice = f"Write {_OTHER_NAMES[scheme]}://{place}"
+            advice = f"Write {_OTHER_NAMES[scheme]}://BUCKET_OR_CONTAINER/PATH"
         elif scheme == "msc":
             advice = "Write the store's own URL, for example s3://BUCKET/FOLDER"
-        raise UserError(f"{key}: {url!r} has an unknown scheme. {advice}")
+        raise UserError(f"{key}: {shown} has an unknown scheme. {advice}")
     if "@" in host:
         raise UserError(
-            f"{key}: {url!r} has a login, which records would show. "
+            f"{key}: {shown} has a login, which records would show. "
             "Give credentials by the environment or the store's own files"
         )
     if "${" in url:
-        raise UserError(f"{key}: {url!r}: variables are filled in in paths, not in URLs")
+        raise UserError(f"{key}: {shown}: variables are filled in in paths, not in URLs")
     if scheme == "hf":
         kind, *names = place.split("/")
         if kind != "datasets" or len(names) < 3 or not all(names[:2]):
             raise UserError(
-                f"{key}: {url!r} names no files of a data set. "
+                f"{key}: {shown} names no files of a data set. "
                 "Write hf://datasets/ORG/NAME/PATH or hf://datasets/ORG/NAME@REVISION/PATH"
             )
     elif not host or (scheme in WEB and not path):
-        raise UserError(f"{key}: {url!r} names no object. Write {scheme}://HOST_OR_BUCKET/PATH")
+        raise UserError(f"{key}: {shown} names no object. Write {scheme}://HOST_OR_BUCKET/PATH")
     if scheme not in WEB:
         return
     if "?" in url or "#" in url:
         raise UserError(
-            f"{key}: {url!r} has a query, as signed URLs do, which is not sent. Use the store's "
+            f"{key}: {shown} has a query, as signed URLs do, which is not sent. Use the store's "
             "own URL (s3://, gs://, az://, hf://) with credentials, or pipe:curl -sSf URL"
         )
     if "*" in url or "[" in url or url.endswith("/"):
         raise UserError(
-            f"{key}: {url!r}: a web server does not list its files. "
+            f"{key}: {shown}: a web server does not list its files. "
             "Name them, for example by a brace range: shard-{000000..000099}.tar"
         )
     for page in ("/blob/", "/tree/"):
         if "/datasets/" in url and page in url:
             raise UserError(
-                f"{key}: {url!r} is a page of the hub, not a file. "
+                f"{key}: {shown} is a page of the hub, not a file. "
                 "Write hf://datasets/ORG/NAME/PATH"
             )
 

@@ -74,9 +74,31 @@ def expand_shards(
     """
     if isinstance(shards, str):
         shards = (shards,)
-    tars = []
-    for pattern in shards:
-        tars += _tars_of(pattern, key, allow_pipe, cache_gib)
+    tars = _listed(shards, key, allow_pipe, cache_gib)
+    for path, times in Counter(tars).items():
+        if times > 1:
+            raise UserError(
+                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
+            )
+    return tuple(tars)
+
+
+def _listed(
+    shards: Sequence[str], key: str, allow_pipe: Sequence[str], cache_gib: float | None = None
+) -> list[Tar]:
+    """List tars as `expand_shards` does, also some that are named twice."""
+    tars: list[Tar] = []
+    for are_remote, patterns in itertools.groupby(shards, is_remote):
+        if not are_remote:
+            for pattern in patterns:
+                tars += _tars_of(pattern, key, allow_pipe, cache_gib)
+            continue
+        # Asked for together: a process starts in 0.1 s.
+        urls = []
+        for pattern in patterns:
+            refuse_unfit_url(pattern, key)
+            urls += _without_braces(pattern, key)
+        tars += remote_tars(urls, key)
     if not tars:
         raise UserError(f"{key}: the list is empty. Name at least one webdataset tar")
 
@@ -93,12 +115,7 @@ def expand_shards(
                 f"Make tars with mmtrain shard --from {shlex.quote(str(path))} --images DIR --out "
                 "FOLDER (no --images for text), and name FOLDER"
             )
-    for path, times in Counter(tars).items():
-        if times > 1:
-            raise UserError(
-                f"{key}: {path} is named twice, so each sample would count twice. Name it once"
-            )
-    return tuple(tars)
+    return tars
 
 
 def _tars_of(
@@ -122,12 +139,7 @@ def _tars_of(
         names = _without_braces(pattern, key)
         return [_piped_shard(name, allow_pipe, key, cache_gib) for name in names]
 
-    if "::" in pattern and not Path(pattern).exists():
-        raise UserError(f"{key}: {pattern!r} joins names by ::. Write a list of names")
     refuse_unfit_url(pattern, key)
-    if is_remote(pattern):
-        return remote_tars(_without_braces(pattern, key), key)
-
     tars = []
     for path in matching_files(pattern, key):
         inside = sorted(path.glob("*.tar")) if path.is_dir() else [path]
@@ -165,14 +177,14 @@ def _without_braces(pattern: str, key: str) -> list[str]:
         return list(braceexpand(pattern))
     except UnbalancedBracesError:
         raise UserError(
-            f"{key}: {pattern!r} has braces that do not match. "
+            f"{key}: {disclosed(pattern)!r} has braces that do not match. "
             "Write a range as shard-{000000..000099}.tar, and a brace in a name as \\{"
         ) from None
 
 
 def _refuse_endless(pattern: str, key: str) -> None:
     """Raise UserError for a pattern that would be expanded, or searched for, for hours."""
-    shown = escape(repr(pattern))
+    shown = escape(repr(disclosed(pattern)))
     if len(pattern) > MAX_PATTERN:
         raise UserError(
             f"{key}: {shown} has {len(pattern):,} characters; a path may have {MAX_PATTERN:,}"
@@ -299,10 +311,7 @@ def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[T
 
     Here a shard may be named twice.
     """
-    paths = {}  # in order, each once
-    for name in names:
-        paths |= dict.fromkeys(expand_shards(name, "SHARDS", allow_pipe))
-    return tuple(paths)
+    return tuple(dict.fromkeys(_listed(names, "SHARDS", allow_pipe)))
 
 
 def refuse_unfinished_shards(paths: Sequence[Tar], key: str) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -45,6 +45,9 @@ _PAUSE = 0.1  # seconds, after an answer that was cut off
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
+_METADATA = "169.254.169.254"  # asked for credentials where nothing else gives them
+# in the client's structures: why a host cannot be reached
+_CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
@@ -73,13 +76,23 @@ class StoreError(UserError):
         if isinstance(error, FileNotFoundError):
             code = 404
         needed = _CREDENTIALS.get(url.partition("://")[0], "the store's own URL, and credentials")
+        kind = type(error).__name__  # of huggingface_hub
         # obstore writes the request, " - ", what failed, and then a page of its own structures
         line = text.rpartition(" - ")[2].strip().partition("\n")[0]
+        cause = _CAUSE.search(str(error))
+        if cause is not None and cause[0] not in line:
+            line += f" ({cause[0]})"
         seen = f"cannot be read: {escape(line)}"
         if isinstance(error, NotSupportedError):
             seen = "its server ignores ranges of bytes. Use another server, or download the file"
+        elif _METADATA in text:
+            seen = f"no credentials were found. Needed: {needed}"
         elif "NoSuchBucket" in text:
             seen = "there is no such bucket. Correct its name, or the endpoint"
+        elif kind == "RevisionNotFoundError":
+            seen = "there is no such revision. Correct what follows @"
+        elif kind == "RepositoryNotFoundError":
+            seen = f"there is no such data set, or access is denied (HTTP {code}). Needed: {needed}"
         elif code in _DENIED:
             seen = f"access is denied (HTTP {code}). Needed: {needed}"
         elif code == _MISSING:
@@ -115,7 +128,11 @@ def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
         "retry_config": {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_seconds)},
     }
     if scheme == "s3":
-        return S3Store(place, config=_aws_files(), **settings)
+        files = _aws_files()
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", files.get("endpoint_url", "https://"))
+        if not endpoint.startswith(("http://", "https://")):  # the client would panic
+            raise StoreError(f"AWS_ENDPOINT_URL: {endpoint!r} is no URL. Write https:// before it")
+        return S3Store(place, config=files, **settings)
     if scheme == "gs":
         return GCSStore(place, **settings)
     if scheme == "az":
@@ -207,12 +224,8 @@ def _objects(root: str, paths: Sequence[str]) -> Objects:
     """Return those of the objects that are there."""
     found: Objects = {}
     if root.startswith("hf:"):
-        name, revision = _data_set(root)
         for begin in range(0, len(paths), HUB_NAMES):
-            asked = paths[begin : begin + HUB_NAMES]
-            with _refusals(f"{root}/{asked[0]}"):
-                files = _hub().get_paths_info(name, asked, revision=revision, repo_type="dataset")
-                found |= _of_hub(files)
+            found |= _hub_files(root, "get_paths_info", paths[begin : begin + HUB_NAMES])
         return found
 
     def head(path: str) -> None:
@@ -236,13 +249,16 @@ def _described(about: Any) -> tuple[int, str]:
     return about["size"], f"{about['e_tag']} {about['last_modified']}"
 
 
-def _hub() -> Any:
-    from huggingface_hub import HfApi  # 0.2 s
+def _hub_files(root: str, question: str, *about: Any, **more: Any) -> Objects:
+    """Return the files that the hub lists in its answer to a question of its API."""
+    from huggingface_hub import HfApi, errors  # 0.2 s
 
-    return HfApi()
-
-
-def _of_hub(files: Iterable[Any]) -> Objects:
+    name, revision = _data_set(root)
+    ask = getattr(HfApi(), question)
+    try:
+        files = list(ask(name, *about, revision=revision, repo_type="dataset", **more))
+    except (errors.HTTPError, ValueError) as error:
+        raise StoreError.of(error, root) from error
     return {file.path: (file.size, file.blob_id) for file in files if hasattr(file, "size")}
 
 
@@ -256,18 +272,10 @@ def _listed(root: str, path: str, name: str) -> Objects:
         pattern = f"{path.rstrip('/')}/*.tar"
     prefix = pattern[: _WILDCARD.search(pattern).start()].rpartition("/")[0]
     objects: Objects = {}
-    with _refusals(name):
-        if root.startswith("hf:"):
-            data_set, revision = _data_set(root)
-            files = _hub().list_repo_tree(
-                data_set,
-                prefix or None,
-                recursive=True,
-                revision=revision,
-                repo_type="dataset",
-            )
-            objects = _of_hub(files)
-        else:
+    if root.startswith("hf:"):
+        objects = _hub_files(root, "list_repo_tree", prefix or None, recursive=True)
+    else:
+        with _refusals(name):
             for chunk in obstore.list(store_of(root), f"{prefix}/" if prefix else None):
                 for about in chunk:
                     objects[about["path"]] = _described(about)

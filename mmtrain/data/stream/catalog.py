@@ -421,7 +421,9 @@ class Reader:
                 return stream.read(member.size)
         file = self._files.get(shard)
         if file is None:
-            path = self.copies.path(shard) if is_remote(shard) else shard
+            path = shard
+            if is_remote(shard):
+                path = self.copies.path(shard)
             file = self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if len(self._files) > OPEN_FILES:
                 self._close(next(iter(self._files)))

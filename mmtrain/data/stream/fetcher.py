@@ -54,8 +54,8 @@ class _Piece(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes on the disk, in whole pages."""
-        return (self.end // _PAGE - self.begin // _PAGE + 1) * _PAGE
+        """Bytes on the disk: whole pages, and one for a file system's list of them."""
+        return (self.end // _PAGE - self.begin // _PAGE + 2) * _PAGE
 
 
 class _Window(NamedTuple):
@@ -236,7 +236,9 @@ def _remove(copy: Path) -> None:
 
 def merged(url: str, members: list[tuple[int, int, int]], needs: list[int]) -> list[_Piece]:
     """Return pieces of at most PIECE bytes, or one larger member, that cover all members."""
-    gap = GAP_OF_HUB if url.startswith("hf:") else GAP
+    gap = GAP
+    if url.startswith("hf:"):
+        gap = GAP_OF_HUB
     pieces: list[_Piece] = []
     for (offset, size, crc32), need in sorted(zip(members, needs, strict=True)):
         own = _Piece(need, url, offset, offset + size, [(offset, size, crc32)])

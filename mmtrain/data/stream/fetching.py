@@ -50,7 +50,8 @@ class Fetching:
     def _keep_alive(self) -> None:
         context = multiprocessing.get_context("spawn")
         while not self._is_stopped:
-            process = context.Process(target=_fetch, args=(os.getpid(), self._folder, self._task))
+            arguments = (os.getpid(), self._folder, self._task)
+            process = context.Process(target=_fetch, args=arguments, daemon=True)
             process.start()
             self._process = process
             process.join()

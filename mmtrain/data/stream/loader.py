@@ -111,12 +111,15 @@ class PackedBatches:
         that makes the copies for all of them, as far as `steps` of the run.
         """
         config = self.config
+        sets = list(self.data.train)
+        if self.data.held_out is not None:
+            sets.append(self.data.held_out)
+        if not Catalog(sets).has_remote_shards:
+            return None
         catalog, numbers = self.catalog, np.empty(0, int)
         if config.eval.is_on:
             catalog, numbers = evaluated_samples(config, self)
             numbers = np.asarray(numbers[: config.eval.max_samples])
-        if not (catalog.has_remote_shards or self.catalog.has_remote_shards):
-            return None
         readers = max(1, config.data.workers)
         self.reader.copies = Copies(folder, replicas.index(self.replica) * readers)
         if self.replica != replicas[0]:

@@ -47,7 +47,7 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
         ("/dev/null", "is not a regular file. Name tars, or folders"),
         (("{}/s-00.tar", "{}"), r"s-00\.tar is named twice"),
         ("pipe:cat {}/s-00.tar", "would run a program"),
-        ("https://example.org/s-{{00..01}}.tar", "is a URL, but shards are read from local files"),
+        ("{}/a.tar::b.tar", "joins names by ::. Write a list of names"),
         ("{}/s-{{00..01.tar", "has braces that do not match"),
         ("{}/}}{{{{a,b}}{{.tar", "has braces that do not match"),
         ("{}/{{000000..999999}}{{000000..999999}}.tar", "more than 1,000,000 files"),
