@@ -12,8 +12,9 @@ import os
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,6 +78,7 @@ class Fetcher:
         self.used: dict[str, int] = {}  # bytes of each shard that are there or on their way
         self.needed_until: dict[str, int] = {}  # last pack that is known to need a shard
         self.there: dict[str, ndarray] = {}  # samples of a shard that are there or on their way
+        self.on_way: defaultdict[str, list[Future]] = defaultdict(list)  # pieces, also those there
         self.failure: Exception | None = None
         self.free_threads = threading.Semaphore(2 * THREADS)
         self.fetched = {"fetched_bytes": 0, "requests": 0}
@@ -95,7 +97,7 @@ class Fetcher:
                     self.make_room(piece)
                     self.free_threads.acquire()
                     self.look()
-                    pool.submit(self.fetch, piece)
+                    self.on_way[piece.url].append(pool.submit(self.fetch, piece))
         self.look()
         self.write_stats()
 
@@ -171,10 +173,11 @@ class Fetcher:
         while sum(self.used.values()) + piece.room > self.task.bound:
             slowest = self.slowest
             passed = [url for url in self.used if self.needed_until[url] < slowest]
-            if passed:
-                url = min(passed, key=self.needed_until.get)
+            url = min(passed, key=self.needed_until.get, default="")
+            # A reader that skips a damaged sample may be ahead of its bytes.
+            if passed and all(future.done() for future in self.on_way[url]):
                 _remove(self.copies.path(url))
-                del self.used[url], self.there[url]
+                del self.used[url], self.there[url], self.on_way[url]
                 continue
             time.sleep(_SECONDS_BETWEEN_LOOKS)
             self.started += _SECONDS_BETWEEN_LOOKS
