@@ -82,6 +82,7 @@ class Fetcher:
         self.failure: Exception | None = None
         self.free_threads = threading.Semaphore(2 * THREADS)
         self.fetched = {"fetched_bytes": 0, "requests": 0}
+        self.counting = threading.Lock()
         self.started = time.monotonic()  # later by what it has waited for room
         self.looked = 0.0
         self.write_stats()
@@ -206,8 +207,9 @@ class Fetcher:
             for _ in range(2):
                 retry_seconds = self.task.config.data.io_retry_seconds
                 content = read_range(piece.url, piece.begin, piece.end, retry_seconds)
-                self.fetched["fetched_bytes"] += len(content)
-                self.fetched["requests"] += 1
+                with self.counting:
+                    self.fetched["fetched_bytes"] += len(content)
+                    self.fetched["requests"] += 1
                 wrong = []
                 for offset, size, crc32 in piece.members:
                     begin = offset - piece.begin
@@ -215,10 +217,11 @@ class Fetcher:
                         wrong.append(f"{offset} {piece.url}\n")
                 if not wrong:
                     break
-            with self.copies.path(piece.url).open("ab"):
-                pass
-            with self.copies.path(piece.url).open("r+b") as copy:
-                os.pwrite(copy.fileno(), content, piece.begin)
+            copy = self.copies.path(piece.url)
+            copy.touch()
+            with copy.open("r+b") as file:
+                file.seek(piece.begin)
+                file.write(content)
             if wrong:
                 with (self.copies.folder / "damaged").open("a") as file:
                     file.write("".join(wrong))
