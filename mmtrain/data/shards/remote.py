@@ -162,9 +162,9 @@ def _store_process(act: str) -> subprocess.Popen:
     """Start a process that talks to stores. Raises UserError where their client is missing."""
     if importlib.util.find_spec("obstore") is None:
         raise UserError("shards from URLs need obstore. Run pip install 'mmtrain[remote]'")
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     child = python_child("-m", "mmtrain.data.shards.store", act)
-    return subprocess.Popen(**child | streams)
+    child |= dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(**child)
 
 
 def _words_of(process: subprocess.Popen) -> str:
