@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import (
@@ -44,6 +45,7 @@ from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.fetching import remove_lost_copies
 from mmtrain.data.stream.stored import StoredData
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.facts.models import models_of
@@ -123,6 +125,7 @@ def train(config: RunConfig, options: Options) -> int:
         with prepared(job):
             _probe_llm(config, plan)
             failure = run_ranks(job)
+        remove_lost_copies(cache_folder("copies"))
         if is_first:
             # first: whoever reads only the last line must read how the run ended
             _leave_page(folder)

@@ -163,6 +163,7 @@ def test_whoever_is_killed_the_bits_are_those_of_the_disk_and_nothing_is_left(
             os.kill(ranks_of(run)[0], signal.SIGKILL)
             assert command.wait() != 0
             command.seconds_until_gone(30)
+        assert not any(cache.iterdir())
         with running(arguments, tmp_path) as command:
             while command.process.poll() is None:
                 most = max(most, bytes_on_disk(cache))

@@ -8,6 +8,7 @@ process that forks may import it. Ranks read copies, which `stream.fetcher` make
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import json
@@ -219,5 +220,6 @@ class RemoteStream:
         self._given += len(content)
         if len(content) < size:
             self._process.wait()
-            raise OSError(_words_of(self._process))
+            words = _words_of(self._process).removeprefix(f"{self._url}: ")
+            raise OSError(errno.EIO, words, self._url)
         return content

@@ -47,7 +47,7 @@ _DENIED = (401, 403)
 _BEYOND = 416
 _METADATA = "169.254.169.254"  # asked for credentials where nothing else gives them
 # in the client's structures: why a host cannot be reached
-_CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+')
+_CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+|TimedOut|TooManyRedirects')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; "
@@ -186,11 +186,11 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
 
     A name is an object, a folder, or has wildcards. Raises StoreError.
     """
-    paths: dict[str, list[str]] = {}  # by root, without wildcards and folders
+    paths: dict[str, list[str]] = {}  # by root, without folders; a name may hold [ or ? itself
     for name in names:
         root, path = located(name)
         of_root = paths.setdefault(root, [])
-        if path and _WILDCARD.search(path) is None and not path.endswith("/"):
+        if path and not path.endswith("/"):
             of_root += [path, f"{path}.index"]
     found = {root: _objects(root, of_root) for root, of_root in paths.items()}
 

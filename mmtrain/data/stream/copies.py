@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy import ndarray
@@ -57,18 +57,28 @@ class Copies:
     def path(self, url: str) -> Path:
         return self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:24]}.tar"
 
+    def _opened(self, name: str, mode: str) -> BinaryIO:
+        try:
+            return (self.folder / name).open(mode)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.folder}: the run's copies of remote shards were removed. "
+                "Start again: a run resumes from its newest checkpoint"
+            ) from None
+
     def note(self, reader: int, pack: int, waited: float) -> None:
         """Note that a reader of this rank has read its packs before this one, and waited so many
         seconds.
         """
         entry = np.array([pack, round(waited * 1e6)], np.int64)
-        with (self.folder / "readers").open("r+b") as file:
+        with self._opened("readers", "r+b") as file:
             file.seek((self._first_reader + reader) * entry.nbytes)
             file.write(entry.tobytes())
 
     def readers(self) -> ndarray:
         """Return (readers, 2) int64."""
-        return np.fromfile(self.folder / "readers", np.int64).reshape(-1, 2)
+        with self._opened("readers", "rb") as file:
+            return np.fromfile(file, np.int64).reshape(-1, 2)
 
     def is_damaged(self, url: str, offset: int) -> bool:
         """Tell whether a member is wrong in its store. Raises UserError where fetching failed."""
@@ -80,7 +90,8 @@ class Copies:
 
     def stats(self) -> dict[str, Any]:
         """Return what was fetched so far, and how long all readers have waited."""
-        stats = json.loads((self.folder / "stats").read_text())
+        with self._opened("stats", "rb") as file:
+            stats = json.load(file)
         return {**stats, "waited_seconds": float(self.readers()[:, 1].sum()) / 1e6}
 
 

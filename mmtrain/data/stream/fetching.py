@@ -37,10 +37,7 @@ class Fetching:
         self._lock = contextlib.ExitStack()
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(held(folder.with_suffix(".lock"), wait=True))
-        for other in folder.parent.iterdir():  # of killed runs
-            if other.is_dir() and other != folder:
-                with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
-                    shutil.rmtree(other)
+        remove_lost_copies(folder.parent)
         folder.mkdir()
         readers = len(task.replicas) * max(1, task.config.data.workers)
         np.full((readers, 2), (NOT_BEGUN, 0), np.int64).tofile(folder / "readers")
@@ -72,6 +69,13 @@ class Fetching:
             self._thread.join(0.1)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
+
+
+def remove_lost_copies(parent: Path) -> None:
+    """Remove copies that no living run holds: those of runs that failed or were killed."""
+    for folder in parent.glob("*/"):
+        with contextlib.suppress(OSError), held(folder.with_suffix(".lock"), wait=False):
+            shutil.rmtree(folder)
 
 
 def _fetch(parent: int, folder: Path, task: FetchTask) -> None:

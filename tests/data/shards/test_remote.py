@@ -139,12 +139,23 @@ def test_objects_globs_folders_and_braces_of_a_store_expand_in_order(request, st
 
 
 def test_a_web_server_gives_names_and_braces_in_order_also_escaped_ones(web, folder):
-    shutil.copy(folder / "s-00.tar", folder / "a b.tar")
     assert names(f"{web.address}/s-{{02..00}}.tar") == ["s-02.tar", "s-01.tar", "s-00.tar"]
-    (tar,) = expand_shards(f"{web.address}/a%20b.tar")
-    assert tar.size == (folder / "a b.tar").stat().st_size
-    with tar.open() as stream:
-        assert stream.read(tar.size) == (folder / "a b.tar").read_bytes()
+    for name, escaped in {"a b.tar": "a%20b.tar", "[a]*?.tar": "%5Ba%5D%2A%3F.tar"}.items():
+        shutil.copy(folder / "s-00.tar", folder / name)
+        (tar,) = expand_shards(f"{web.address}/{escaped}")
+        assert tar.size == (folder / name).stat().st_size
+        with tar.open() as stream:
+            assert stream.read(tar.size) == (folder / name).read_bytes()
+
+
+def test_a_store_that_fails_after_it_was_asked_says_why(web, folder):
+    (tar,) = expand_shards(f"{web.address}/s-02.tar")
+    (folder / "s-02.tar").unlink()
+    with pytest.raises(UserError, match=r"s-02\.tar: cannot be read \(there is no such object"):
+        build_indexes([tar], PLAIN)
+    with pytest.raises(OSError) as refused:
+        refuse_empty_shards([tar])
+    assert refused.value.filename == tar.url  # as the commands name it
 
 
 @pytest.mark.nightly

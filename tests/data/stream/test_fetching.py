@@ -190,6 +190,15 @@ def test_copies_of_killed_runs_go_and_those_of_living_ones_stay(tiny, server):
         assert [path.name for path in sorted(folder.iterdir())] == ["living", "living.lock"]
 
 
+def test_copies_that_are_removed_end_the_run_by_name(tiny, server):
+    packed = remote(tiny, server)
+    fetching = packed.fetch(copies(), [0], STEPS)
+    shutil.rmtree(copies().parent)
+    with pytest.raises(UserError, match=r"run: the run's copies of remote shards were removed"):
+        next(iter(packed))
+    fetching.stop()
+
+
 @pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.nightly)])
 def test_starts_and_ends_leave_no_process_and_no_file(tiny, server, starts):
     packed = remote(tiny, server)
