@@ -1,7 +1,7 @@
 """Folders for files that mmtrain can make again.
 
 They hold verdicts of the probe, calibrations, the demo's data, exports for chatting, output of
-`pipe:` shards, copies of remote ones while a run lasts, indexes of shards of stores and in
+`pipe:` shards, copies of remote shards while a run lasts, indexes of remote shards and of shards in
 read-only folders, catalogues of data sets, and shapes by `mmtrain record`.
 """
 

@@ -34,7 +34,7 @@ _OBEYED = re.compile(
 
 # The arguments of a `pipe:` URL hold headers and signed addresses.
 _ARGUMENTS = re.compile(r"((?:^\s*pipe:\s*|\bpipe:)\S+)\s.*", re.DOTALL)
-_QUERY = re.compile(r"(?<=\S)(?<=[^\s?])\?(?=\S*=)\S*")  # of a signed address
+_QUERY = re.compile(r"(?<=\S)(?<=[^\s?])\?(?=\S*=)\S*")  # of a URL: its signature
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password of an address
 
 
@@ -44,8 +44,8 @@ def without_logins(text: str) -> str:
 
 
 def disclosed(value: Any) -> Any:
-    """Return JSON-like values without logins and queries of addresses, and with
-    `pipe:PROGRAM ...` for each `pipe:` URL.
+    """Return JSON-like values without what may be secret in URLs: logins, queries, and arguments
+    of `pipe:` programs.
     """
     if isinstance(value, dict):
         return {disclosed(key): disclosed(inner) for key, inner in value.items()}

@@ -1,9 +1,9 @@
 """Make or complete the indexes of webdataset shards, as a run's configuration reads them.
 
 An index says where each member of a tar lies, its checksum, and the length of each sample's text.
-shard-000000.tar.index comes beside shard-000000.tar, or into the user's cache where the folder
-cannot be written and for the URL of a shard, unless the store has its index. The tars themselves
-are only read. What is done for each:
+shard-000000.tar.index is written beside shard-000000.tar, or into the user's cache if that folder
+cannot be written. The index of a URL is in the cache, too: it is copied from the store if the store
+has URL.index, else made. The tars themselves are only read. What is done for each:
 
     no index                         the tar is read once, each sample judged
     no lengths for this tokenizer    only files with texts are read; other lengths stay

@@ -3,7 +3,7 @@ configuration is read.
 
 Once, as text: `config.yaml` has the whole path. So who writes a configuration puts variables of
 whoever runs it into paths, which records, pages and exports show. Therefore no variable whose name
-calls it a secret, none in other keys, none in URLs, which could send it away.
+calls it a secret, none in other keys, none in URLs and `pipe:` programs, which could send it away.
 """
 
 import os

@@ -36,7 +36,7 @@ MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GP
 Tiles = Annotated[Float, Field(ge=1, le=MAX_CELLS)] | None
 NonNegative = Annotated[Float, Field(ge=0)] | None
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
-# Not in URLs and programs, which could send a variable away.
+# Variables are not filled in in URLs and programs, which could send them away.
 _TARS = NamesFiles(lambda text: not (text.startswith("pipe:") or "://" in text))
 ExportFormat = Literal["safetensors", "llava", "hf", "peft"]
 SampleFormatName = Literal["auto", "llava", "sharegpt", "qa", "interleaved", "caption"]
@@ -88,11 +88,11 @@ class DataSection(Section):
     caption_prompt: Kept[str] = Field("Describe the image.", max_length=10_000)
     """question asked before each caption; data.template=plain drops it"""
     allow_pipe: Free[tuple[str, ...]] = ()
-    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the
+    """programs that pipe: URLs among the shards may run, e.g. [curl]; their output stays in the
     cache. Only the command line can set it"""
     cache_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
-    """space on each machine's disk for copies of remote shards, in GiB, those on their way
-    included; null: 100, or half of the free space if that is less"""
+    """most GiB of each machine's disk for copies of remote shards and the output of pipe: shards;
+    null: 100, or half of the free space if that is less"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens per pack"""
     max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
