@@ -1,7 +1,7 @@
 """Keep the process alive that fetches ranges of remote shards for this machine's readers.
 
-It is started anew, not forked, and ends with the process that has started it. One that is killed
-starts again from where the readers are.
+The process is spawned, not forked, and ends with its parent. If it is killed, a new one goes on
+from where the readers are.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fetching:
-    """The process that fetches a task's bytes. It starts again where it is killed, until `stop`."""
+    """The process that fetches a task's bytes, and a thread that restarts it when killed."""
 
     def __init__(self, folder: Path, task: FetchTask) -> None:
-        """Start it, in a folder that is new."""
+        """Make the folder, and start the process. Copies of killed runs beside it are deleted."""
         shield_multiprocessing()
         self._folder = folder
         self._task = task
@@ -37,8 +37,9 @@ class Fetching:
         self._lock = contextlib.ExitStack()
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(held(folder.with_suffix(".lock"), wait=True))
-        for other in folder.parent.iterdir():  # of killed runs
-            if other.is_dir() and other != folder:
+        for other in folder.parent.iterdir():
+            if other.is_dir():
+                # The lock of a run that lives is held.
                 with contextlib.suppress(OSError), held(other.with_suffix(".lock"), wait=False):
                     shutil.rmtree(other)
         folder.mkdir()
@@ -48,6 +49,7 @@ class Fetching:
         self._thread.start()
 
     def _keep_alive(self) -> None:
+        """Start the process, and again whenever a signal ends it, until `stop`."""
         context = multiprocessing.get_context("spawn")
         while not self._is_stopped:
             arguments = (os.getpid(), self._folder, self._task)
@@ -75,11 +77,11 @@ class Fetching:
 
 
 def _fetch(parent: int, folder: Path, task: FetchTask) -> None:
-    """Fetch what a task needs, and end; leave the reason where that is not possible."""
+    """Fetch a task's bytes; if that fails, write the reason into the file `failed`."""
     ignore_in_worker()
     die_with_parent(parent)
     try:
-        # imports the stores' client: here alone
+        # It imports the stores' client, which the parent may not: that would not survive its forks.
         from mmtrain.data.stream.fetcher import Fetcher
 
         Fetcher(folder, task).run()
