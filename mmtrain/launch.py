@@ -112,8 +112,9 @@ def _refuse_unfit_weights(config: RunConfig) -> None:
 
 
 def _name_missing_shards(config: RunConfig) -> None:
-    """Print which shards training would refuse; a plan needs none, asks no store, and runs no
-    program of a pipe: URL.
+    """Print which shards training would refuse.
+
+    A plan needs none. It asks no store, and runs no program of a pipe: URL.
     """
     named = {"data.shards": config.data.shards, "eval.shards": config.eval.shards}
     named |= {f"data.sets ({one.name})": one.shards for one in config.data.sets or ()}

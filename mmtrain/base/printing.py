@@ -34,7 +34,7 @@ _OBEYED = re.compile(
 
 # The arguments of a `pipe:` URL hold headers and signed addresses.
 _ARGUMENTS = re.compile(r"((?:^\s*pipe:\s*|\bpipe:)\S+)\s.*", re.DOTALL)
-_QUERY = re.compile(r"(?<=\S)(?<=[^\s?])\?(?=\S*=)\S*")  # of a URL: its signature
+_QUERY = re.compile(r"(?<=[^\s?])\?(?=\S*=)\S*")  # of a URL: its signature
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password of an address
 
 

@@ -28,6 +28,7 @@ QUESTIONS = "questions.jsonl"
 
 
 def _documents(config: RunConfig) -> list[Document]:
+    """Read the held-out samples; copies of remote shards are there for that time alone."""
     packed = PackedBatches(config, 0, 1)
     fetching = packed.fetch(cache_folder("copies") / secrets.token_hex(8), [0], steps=0)
     try:

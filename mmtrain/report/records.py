@@ -130,8 +130,8 @@ class Epoch(_Metric):
     overlong: Count
 
 
-class Fetched(_Metric):
-    """Bytes of remote shards that rank 0's machine has fetched since its process began."""
+class Copies(_Metric):
+    """Copies of remote shards on rank 0's machine: sums since its process began."""
 
     kind: Literal["copies"]
     fetched_bytes: Measure
@@ -149,7 +149,7 @@ class Other(_Metric):
 
 
 Metric = Annotated[
-    Train | Ranks | Evaluation | Begin | Epoch | Fetched | Other, Field(discriminator="kind")
+    Train | Ranks | Evaluation | Begin | Epoch | Copies | Other, Field(discriminator="kind")
 ]
 
 
@@ -331,7 +331,7 @@ class RunRecord:
         self.plan: Plan | None = None
         self.audit: Audit | None = None
         self.begin: Begin | None = None  # of the latest process
-        self.fetched: Fetched | None = None  # as last recorded
+        self.copies: Copies | None = None  # as last recorded
         self.final_step: int | None = None
         self.steps = 0  # recorded
         self.steps_done = 0  # updates after which the records end
@@ -471,7 +471,7 @@ def _read_metrics(run: RunRecord) -> None:
         elif kind == "ranks":
             _add_ranks(run, record)
         elif kind == "copies":
-            run.fetched = record
+            run.copies = record
         elif kind == "begin":
             run.begin = record
             if not record.step:

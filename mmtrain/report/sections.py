@@ -267,8 +267,8 @@ def rank_times(run: RunRecord) -> Section:
             "The plan assumes costs from FLOPs and bytes. Run mmtrain calibrate to measure them."
         )
 
-    if run.fetched:
-        says.append(summary_of(vars(run.fetched)))
+    if run.copies:
+        says.append(summary_of(vars(run.copies)))
     fetches = any(times["fetching"][rank] for rank in totals)
     if fetches:
         says.append(

@@ -110,7 +110,7 @@ class _Run:
         join_process_group(self.device, config.parallel.timeout_seconds)
         shared = [start, secrets.token_hex(8)]
         dist.broadcast_object_list(shared, 0)
-        self.start, self.token = shared
+        self.start, self.token = shared  # the token is in the names of this process's copies
         self.fetching: Fetching | None = None
         self.config = config
         self.first_step = 0
@@ -171,7 +171,7 @@ class _Run:
             self.console.line(self.packed.summary)
 
     def _fetch(self) -> None:
-        """Read remote shards from copies, which the first rank here that reads has made."""
+        """Read remote shards from copies, which this machine's first reading rank has made."""
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.world_size))
         first = self.rank.rank // local_ranks * local_ranks
         here = self.plan.ranks[first : first + local_ranks]

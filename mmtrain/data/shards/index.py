@@ -143,8 +143,8 @@ class ShardIndex:
 def index_path(tar: Tar) -> Path:
     """Return the path of a shard's index.
 
-    It lies beside the tar, or in the cache if it is there or that folder cannot be written; that of
-    a remote tar in the cache.
+    It lies beside the tar, or in the cache if it is there already or the tar's folder cannot be
+    written. The index of a remote tar is always in the cache.
     """
     cached = _in_cache(tar)
     beside = _beside(tar)

@@ -1,9 +1,9 @@
 """Tars in object stores, on web servers and on the Hugging Face hub.
 
-URLs --`remote_tars`--> RemoteTar: size and version; its index, where there is one, in the cache
+URLs --`remote_tars`--> RemoteTar: size and version; its index, if the store has it, in the cache
 RemoteTar --open--> its bytes, read forward
 
-A process of its own talks to the stores (`store`): their client does not survive a fork, so no
+Only a process of its own talks to stores (`store`). Their client does not survive a fork, so no
 process that forks may import it. Ranks read copies, which `stream.fetcher` makes.
 """
 
@@ -44,7 +44,7 @@ class RemoteTar:
     url: str
     size: int  # bytes
     version: str  # changes when the object is replaced
-    index_version: str  # of URL.index; empty where the store has none
+    index_version: str  # of URL.index; empty if the store has none
 
     def __str__(self) -> str:
         return self.url
@@ -55,11 +55,12 @@ class RemoteTar:
 
     @property
     def index(self) -> Path:
-        """Path of its index in the cache: a copy of URL.index, or made here."""
+        """Path of its index in the cache: a copy of URL.index if the store has it, else made."""
         name = hashlib.sha256(f"{self.url} {self.index_version}".encode()).hexdigest()[:24]
         return cache_folder("index") / f"{name}.index"
 
     def stat(self) -> SimpleNamespace:
+        """Return the size, and a number of its version as the time of the last change."""
         version = hashlib.sha256(self.version.encode()).hexdigest()
         return SimpleNamespace(st_size=self.size, st_mtime_ns=int(version[:15], 16))
 
@@ -70,6 +71,7 @@ class RemoteTar:
         return self
 
     def open(self, mode: str = "rb", buffering: int = -1) -> "RemoteStream":
+        """Open it for reading forward; the arguments are those of `Path.open`, without effect."""
         return RemoteStream(self.url, 0, self.size)
 
 
@@ -77,12 +79,12 @@ Tar = Path | RemoteTar
 
 
 def is_remote(name: str) -> bool:
-    """Tell whether this is the URL of a tar, as `remote_tars` returns it."""
+    """Tell whether a name of shards is the URL of a store."""
     return name.partition("://")[0] in SCHEMES
 
 
 def refuse_unfit_url(url: str, key: str) -> None:
-    """Raise UserError for a URL that no store can answer; paths are no URLs."""
+    """Raise UserError for a URL that no store can answer. A path passes."""
     scheme, _, rest = url.partition(":")
     shown = repr(disclosed(url))
     if "::" in url and not Path(url).exists():
@@ -130,19 +132,17 @@ def refuse_unfit_url(url: str, key: str) -> None:
             f"{key}: {shown}: a web server does not list its files. "
             "Name them, for example by a brace range: shard-{000000..000099}.tar"
         )
-    for page in ("/blob/", "/tree/"):
-        if "/datasets/" in url and page in url:
-            raise UserError(
-                f"{key}: {shown} is a page of the hub, not a file. "
-                "Write hf://datasets/ORG/NAME/PATH"
-            )
+    if "/datasets/" in url and ("/blob/" in url or "/tree/" in url):
+        raise UserError(
+            f"{key}: {shown} is a page of the hub, not a file. Write hf://datasets/ORG/NAME/PATH"
+        )
 
 
 def remote_tars(names: Sequence[str], key: str) -> list[RemoteTar]:
-    """Return the tars that URLs name: objects, `*` and folders; their indexes are copied into the
-    cache.
+    """Return the tars that URLs name, and copy their indexes into the cache.
 
-    Raises UserError for what a store refuses or does not have.
+    A URL names an object or a folder, or has wildcards. `key` is the configuration's name for the
+    URLs. Raises UserError for what a store refuses or does not have.
     """
     for name in names:
         refuse_unfit_url(name, key)
@@ -169,23 +169,23 @@ def _store_process(act: str) -> subprocess.Popen:
 
 
 def _words_of(process: subprocess.Popen) -> str:
-    """Return what a process that failed has written to stderr."""
+    """Return the last line that a failed process has written to stderr."""
     words = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
     return words or f"the process that asks the store ended with {process.returncode}"
 
 
 class RemoteStream:
-    """Bytes of a URL up to `end`, as a process hands them over: they can be read forward only, and
-    what is skipped is fetched, too.
+    """Bytes [begin, end) of a URL, which a process of its own fetches and hands over.
 
-    Reading raises OSError where the store fails.
+    They can be read forward only. Bytes that are skipped are fetched, too. Reading raises OSError
+    if the store fails.
     """
 
     def __init__(self, url: str, begin: int, end: int) -> None:
         self._url = url
         self._end = end
         self._process: subprocess.Popen | None = None
-        self._given = begin  # the process has handed over the bytes before
+        self._given = begin  # end of what the process has handed over
         self._wanted = begin  # the next byte to read
 
     def __enter__(self) -> Self:
@@ -209,6 +209,7 @@ class RemoteStream:
             self._process.stdin.write(json.dumps([self._url, self._given]).encode())
             self._process.stdin.close()
         assert self._wanted >= self._given, "it is read forward only"
+        # Skip what lies before the wanted byte.
         while skipped := min(self._wanted - self._given, _CHUNK):
             self._take(skipped)
         content = self._take(min(size, self._end - self._wanted))

@@ -6,8 +6,8 @@
 `pipe:curl -sSf https://host/shard-000000.tar`
     --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
 
-Samples are read by offset, in an order that changes every epoch, so what a program writes has to be
-a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
+Samples are read by offset, in an order that changes every epoch, so the output of a program is kept
+as a file. Price: its size on the disk of the cache (XDG_CACHE_HOME), until you delete it there.
 """
 
 import hashlib
@@ -65,11 +65,11 @@ def expand_shards(
 ) -> tuple[Tar, ...]:
     """List the tar files that `shards` names, in order.
 
-    It holds paths, URLs, folders, globs (*, ?) and brace ranges ({00000..00099}).
+    `shards` are paths, URLs, folders, globs (*, ?) and brace ranges ({00000..00099}).
 
     A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean
-    to webdataset. `pipe:` URLs are run if `allow_pipe` names their program; their output may take
-    `cache_gib`. `key` is the configuration's name for the list. Raises UserError for a pattern
+    to webdataset. `pipe:` URLs are run if `allow_pipe` names their program; the output of all may
+    take `cache_gib`. `key` is the configuration's name for the list. Raises UserError for a pattern
     without files, a file named twice, and what a store refuses.
     """
     if isinstance(shards, str):
@@ -93,7 +93,7 @@ def _listed(
             for pattern in patterns:
                 tars += _tars_of(pattern, key, allow_pipe, cache_gib)
             continue
-        # Asked for together: a process starts in 0.1 s.
+        # All URLs are asked for together: each call starts a process, which takes 0.1 s.
         urls = []
         for pattern in patterns:
             refuse_unfit_url(pattern, key)
@@ -134,8 +134,7 @@ def _tars_of(
             f"{key}: the name is empty. Name a webdataset tar, "
             f"or set {key}=null where that is allowed"
         )
-    is_pipe = pattern.startswith(PIPE)
-    if is_pipe:
+    if pattern.startswith(PIPE):
         names = _without_braces(pattern, key)
         return [_piped_shard(name, allow_pipe, key, cache_gib) for name in names]
 
@@ -227,11 +226,12 @@ def demo_shards(name: str) -> Path:
 
 
 def cache_bound(cache_gib: float | None) -> int:
-    """Return the bytes that copies of remote shards may take, without those of `pipe:` shards."""
+    """Return how many bytes of data.cache_gib the output of `pipe:` shards leaves for others."""
     folder = cache_folder("pipe")
     if cache_gib is None:
         folder.mkdir(parents=True, exist_ok=True)
-        cache_gib = min(100, shutil.disk_usage(folder).free / 2**31)
+        half_of_free_gib = shutil.disk_usage(folder).free / 2**31
+        cache_gib = min(100, half_of_free_gib)
     return round(cache_gib * 2**30) - sum(file.stat().st_size for file in folder.glob("*.tar"))
 
 
@@ -283,8 +283,8 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str, cache_gib: float | 
                         process.kill()
                         raise UserError(
                             f"{key}: the output of pipe: shards in {target.parent} would take more "
-                            "than data.cache_gib allows. Raise it, or name URLs without pipe:, of "
-                            "which ranges are fetched as they are needed"
+                            "than data.cache_gib allows. Raise it, or name URLs without pipe:, "
+                            "whose bytes are fetched as they are needed"
                         )
                     output.write(chunk)
                 if process.wait() != 0:

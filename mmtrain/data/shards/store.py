@@ -6,8 +6,8 @@
     python -m mmtrain.data.shards.store read
         [URL, offset] on stdin --> the bytes from there on
 
-Credentials are the environment's, those of the store's own files, and the hub's token; they are in
-no argument and no output. What fails is one line on stderr, and exit code 1.
+Credentials come from the environment, the store's own files and the hub's token. They are in no
+argument and no output. A failure is one line on stderr, and exit code 1.
 """
 
 import configparser
@@ -38,15 +38,16 @@ from mmtrain.runtime.child import die_with_parent
 
 THREADS = 16
 HUB_NAMES = 500  # files that the hub is asked about at once
-IMPATIENT = 5.0  # seconds for which what fails is tried again as a run begins: a wrong host
+# seconds for which a failed request is tried again
+IMPATIENT = 5.0  # as a run begins, where a name may be wrong
 PATIENT = 60.0  # while a whole tar is read
 _SECONDS_BETWEEN_NOTES = 5.0
 _PAUSE = 0.1  # seconds, after an answer that was cut off
 _MISSING = 404  # HTTP's codes
 _DENIED = (401, 403)
 _BEYOND = 416
-_METADATA = "169.254.169.254"  # asked for credentials where nothing else gives them
-# in the client's structures: why a host cannot be reached
+_METADATA = "169.254.169.254"  # the clouds' host, which obstore asks when it has no credentials
+# why a host cannot be reached, in the text of an error of obstore
 _CAUSE = re.compile(r'(?<=message: ")[^"]+|InvalidCertificate\(\s*\w+|TimedOut|TooManyRedirects')
 _WILDCARD = re.compile(r"[*?\[]")
 _CREDENTIALS = {
@@ -62,13 +63,13 @@ Objects = dict[str, tuple[int, str]]  # path -> size in bytes, version
 
 
 class StoreError(UserError):
-    """A store's refusal, as one line for people; `code` is HTTP's, 0 where there is none."""
+    """A store's refusal, as one line for people; `code` is HTTP's, 0 if there is none."""
 
     code = 0
 
     @classmethod
     def of(cls, error: Exception, url: str) -> Self:
-        """Describe an error of a store's client: what was seen, what to do."""
+        """Describe an error of obstore or huggingface_hub: what was seen, what to do."""
         text = str(error).partition("Debug source")[0]
         code = getattr(getattr(error, "response", None), "status_code", 0)
         if status := re.search(r"status code: (\d+)", text):
@@ -76,8 +77,8 @@ class StoreError(UserError):
         if isinstance(error, FileNotFoundError):
             code = 404
         needed = _CREDENTIALS.get(url.partition("://")[0], "the store's own URL, and credentials")
-        kind = type(error).__name__  # of huggingface_hub
-        # obstore writes the request, " - ", what failed, and then a page of its own structures
+        kind = type(error).__name__  # tells errors of huggingface_hub apart: its import takes 0.2 s
+        # obstore writes the request, " - ", the failure, and then a page of its own structures
         line = text.rpartition(" - ")[2].strip().partition("\n")[0]
         cause = _CAUSE.search(str(error))
         if cause is not None and cause[0] not in line:
@@ -103,7 +104,7 @@ class StoreError(UserError):
 
 
 def located(url: str) -> tuple[str, str]:
-    """Return the root of a URL's store, and the object's path there."""
+    """Split a URL into the root of its store and the object's path there."""
     scheme, _, place = url.partition("://")
     parts = place.split("/")
     names = 3 if scheme == "hf" else 1
@@ -117,7 +118,7 @@ def located(url: str) -> tuple[str, str]:
 def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
     """Open the store with this root."""
     scheme, _, place = root.partition("://")
-    # `timeout` is of a whole request: a tar may take long, while each read of it may not.
+    # `timeout` bounds a whole request, and a tar may take long; `read_timeout` bounds each read.
     options: dict[str, Any] = {
         "allow_http": True,
         "timeout": timedelta(hours=1),
@@ -148,13 +149,13 @@ def store_of(root: str, retry_seconds: float = IMPATIENT) -> ObjectStore:
 
 
 def _data_set(root: str) -> tuple[str, str]:
-    """Return ORG/NAME and the revision of a data set of the hub."""
+    """Return ORG/NAME and the revision of a data set on the hub."""
     name, _, revision = root.removeprefix("hf://datasets/").partition("@")
     return name, revision or "main"
 
 
 def _aws_files() -> dict[str, str]:
-    """Return the settings of ~/.aws that the environment does not give; obstore reads none."""
+    """Return settings of ~/.aws, which obstore does not read, but for those in the environment."""
     files = configparser.ConfigParser(interpolation=None)
     for variable, name in (("CONFIG_FILE", "config"), ("SHARED_CREDENTIALS_FILE", "credentials")):
         path = os.environ.get(f"AWS_{variable}", f"~/.aws/{name}")
@@ -174,7 +175,7 @@ def _aws_files() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _refusals(url: str) -> Iterator[None]:
-    """Raise StoreError for what a store refuses, or cannot be asked for."""
+    """Raise StoreError in place of the errors of obstore."""
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
@@ -182,11 +183,13 @@ def _refusals(url: str) -> Iterator[None]:
 
 
 def describe(names: Sequence[str]) -> list[RemoteTar]:
-    """Return the tars that names stand for, in order; their indexes are copied into the cache.
+    """Return the tars that URLs name, in order, and copy their indexes into the cache.
 
-    A name is an object, a folder, or has wildcards. Raises StoreError.
+    A name is the URL of an object or a folder, or has wildcards. Raises StoreError.
     """
-    paths: dict[str, list[str]] = {}  # by root, without folders; a name may hold [ or ? itself
+    # A name that may be an object is asked for, with its index: all names of a store together.
+    # Names of objects may hold wildcards.
+    paths: dict[str, list[str]] = {}  # by root
     for name in names:
         root, path = located(name)
         of_root = paths.setdefault(root, [])
@@ -194,6 +197,7 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
             of_root += [path, f"{path}.index"]
     found = {root: _objects(root, of_root) for root, of_root in paths.items()}
 
+    # Any other name is a folder or has wildcards: its objects are listed.
     tars = []
     for name in names:
         root, path = located(name)
@@ -211,7 +215,8 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
                 raise StoreError(f"{url!r}: the name holds control characters. Rename the object")
             tars.append(tar)
 
-    # A server that ignores ranges, or a key that may list and not read, shows before a run starts.
+    # One byte of each store is read: a server that ignores ranges, or credentials that may list
+    # objects but not read them, fail here, before a run starts.
     for root in found:
         first = next((tar for tar in tars if located(tar.url)[0] == root and tar.size), None)
         if first is not None:
@@ -221,7 +226,7 @@ def describe(names: Sequence[str]) -> list[RemoteTar]:
 
 
 def _objects(root: str, paths: Sequence[str]) -> Objects:
-    """Return those of the objects that are there."""
+    """Return the objects, of these paths, that the store has."""
     found: Objects = {}
     if root.startswith("hf:"):
         for begin in range(0, len(paths), HUB_NAMES):
@@ -246,11 +251,12 @@ def _objects(root: str, paths: Sequence[str]) -> Objects:
 
 
 def _described(about: Any) -> tuple[int, str]:
+    """Return size and version of an object, from obstore's description."""
     return about["size"], f"{about['e_tag']} {about['last_modified']}"
 
 
 def _hub_files(root: str, question: str, *about: Any, **more: Any) -> Objects:
-    """Return the files that the hub lists in its answer to a question of its API."""
+    """Return the files in the hub's answer; `question` is the name of a method of HfApi."""
     from huggingface_hub import HfApi, errors  # 0.2 s
 
     name, revision = _data_set(root)
@@ -263,7 +269,10 @@ def _hub_files(root: str, question: str, *about: Any, **more: Any) -> Objects:
 
 
 def _listed(root: str, path: str, name: str) -> Objects:
-    """Return the tars, and their indexes, that wildcards or a folder name. Raises StoreError."""
+    """Return the tars and indexes that a folder or a path with wildcards names.
+
+    Raises StoreError if there is no tar.
+    """
     if root.partition("://")[0] in WEB:
         raise StoreError(f"{name}: there is no such object. Correct the name")
     wildcard = _WILDCARD.search(path)
@@ -293,7 +302,7 @@ def _listed(root: str, path: str, name: str) -> Objects:
 
 
 def _copy_indexes(tars: Sequence[RemoteTar]) -> None:
-    """Copy indexes that the cache lacks; what they hold is checked where they are read."""
+    """Copy the indexes of these tars into the cache. Readers of an index check its content."""
     noted = time.monotonic()
 
     def copy(tar: RemoteTar) -> None:
@@ -312,7 +321,7 @@ def _copy_indexes(tars: Sequence[RemoteTar]) -> None:
 
 
 def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT) -> memoryview:
-    """Return bytes [begin, end) of an object, fewer where it ends before. Raises StoreError."""
+    """Return bytes [begin, end) of an object, fewer if it ends before. Raises StoreError."""
     root, path = located(url)
     store = store_of(root, retry_seconds)
     deadline = time.monotonic() + retry_seconds
@@ -323,7 +332,7 @@ def read_range(url: str, begin: int, end: int, retry_seconds: float = IMPATIENT)
         except StoreError as error:
             if error.code == _BEYOND:
                 return memoryview(b"")
-            # obstore goes on by itself only where the server gives an ETag
+            # obstore repeats an answer that was cut off only if the server gives an ETag.
             is_cut = "response body" in str(error)
             if not is_cut or time.monotonic() > deadline:
                 raise
@@ -336,7 +345,7 @@ def _reply(**values: Any) -> None:
 
 
 def main(act: str) -> None:
-    """Do what a parent process has asked for."""
+    """Do what the parent process asks for on stdin: `describe` or `read`."""
     die_with_parent()
     asked = json.load(sys.stdin)
     try:

@@ -41,7 +41,7 @@ def verify_shard(
     try:
         index = read_index(tar)
         with tar.open("rb") as stream:
-            # Forward, as a remote tar can be read: a member's header, then its content.
+            # A member's header, then its content: a remote tar is read forward only.
             header_faults = _header_faults(tar, stream, index)
             for key, members in zip(index.keys, index.members, strict=True):
                 for member in members:
@@ -87,8 +87,10 @@ def _content_fault(stream: BinaryIO, member: Member) -> str | None:
 def _header_faults(
     tar: Tar, stream: BinaryIO, index: ShardIndex
 ) -> Iterator[tuple[int, str | None]]:
-    """Yield for each member in turn offset and fault of its header, None for a sound one; end with
-    the first fault, or with what follows the last member.
+    """Yield offset and fault of each member's header, in turn; the fault of a sound one is None.
+
+    The first fault is the last yield: headers after it cannot be found. A file after the last
+    member is a fault, too.
     """
     headers = read_headers(tar, stream)
     at = index.tar_bytes

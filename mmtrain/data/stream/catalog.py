@@ -62,9 +62,9 @@ _log = logging.getLogger(__name__)
 OPEN_FILES = 64  # shards kept open, those read last
 FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
 LONGEST_PAUSE = 10.0
-FIRST_LOOK = 0.001  # seconds between two looks whether the bytes of a remote shard are there
+FIRST_LOOK = 0.001  # seconds until a reader looks again for bytes of a copy; doubles, too
 LONGEST_LOOK = 0.05
-GRACE = 10.0  # seconds that a reader waits longer than the fetcher, which says why it gives up
+GRACE = 10.0  # seconds that a reader waits longer than the fetcher, whose failure says more
 
 
 class Place(NamedTuple):
@@ -195,8 +195,8 @@ class Catalog:
         return one, at, shard, at - int(firsts[shard])
 
     def by_shard(self, numbers: ndarray) -> Iterator[tuple[str, Tables, ndarray, ndarray]]:
-        """Yield each shard that holds one of these samples: its path or URL, its tables, and where
-        these samples stand in `numbers` and in the shard.
+        """Yield for each shard that holds any of these samples: its path or URL, its tables,
+        indices of its samples in `numbers`, and their places in the shard.
         """
         for one, sample_set in enumerate(self.sample_sets):
             firsts = sample_set.firsts
@@ -308,9 +308,9 @@ class Reader:
 
     catalog: Catalog
     retry_seconds: float
-    # of remote shards; None: the stores are asked for each member, which takes 0.1 s
+    # of remote shards; None: each member is asked for at its store, which takes 0.1 s
     copies: Copies | None = None
-    waited: float = 0.0  # seconds, for copies
+    waited: float = 0.0  # seconds, for bytes of copies
     _files: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def read(self, number: int) -> Sample | QuarantinedSample:
@@ -361,9 +361,7 @@ class Reader:
     __del__ = close  # descriptors are numbers, which nothing else closes
 
     def _read(self, shard: str, member: Member) -> bytes | None:
-        """Return a member's bytes, None if they are damaged; while the system fails to give them,
-        try again.
-        """
+        """Return a member's bytes, None if they are damaged. A read that fails is tried again."""
         if is_remote(shard) and self.copies is not None:
             return self._copied(shard, member)
         deadline = time.monotonic() + self.retry_seconds
@@ -384,8 +382,9 @@ class Reader:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _copied(self, shard: str, member: Member) -> bytes | None:
-        """Return a member of a remote shard as soon as its copy has bytes of the right checksum;
-        None if they are wrong in the store.
+        """Wait until a copy has a member's bytes, and return them; None if the store's are wrong.
+
+        Raises UserError if they do not come.
         """
         started = time.monotonic()
         pause = FIRST_LOOK
@@ -395,27 +394,28 @@ class Reader:
                 content = self._pread(shard, member)
             if content is not None or self.copies.is_damaged(shard, member.offset):
                 return content
-            self._close(shard)  # it may be a file that was removed since
-            waited = time.monotonic() - started
-            if waited > self.retry_seconds + GRACE:
+            self._close(shard)  # the copy may have been removed and made again
+            seconds = time.monotonic() - started
+            if seconds > self.retry_seconds + GRACE:
                 raise UserError(
                     f"{shard}: {member.size:,} bytes at byte {member.offset:,} did not arrive "
-                    f"in {waited:.0f} s. Raise data.io_retry_seconds, or use a faster line"
+                    f"in {seconds:.0f} s. Raise data.io_retry_seconds, or use a faster line"
                 )
             time.sleep(pause)
             self.waited += pause
             pause = min(2 * pause, LONGEST_LOOK)
 
     def _pread(self, shard: str, member: Member) -> bytes | None:
-        """Return a member's bytes once; None if they are not those that were indexed."""
+        """Read a member's bytes once; None if their checksum is not the index's."""
         content = self._bytes(shard, member)
         if zlib.crc32(content) != member.crc32:
             return None
         return content
 
     def _bytes(self, shard: str, member: Member) -> bytes:
+        # The fetcher leaves out empty members: there may be no copy.
         if not member.size:
-            return b""  # the fetcher leaves it out: there may be no copy
+            return b""
         if is_remote(shard) and self.copies is None:
             with RemoteStream(shard, member.offset, member.offset + member.size) as stream:
                 return stream.read(member.size)

@@ -1,15 +1,15 @@
-"""Copies of remote shards on this machine's disk, filled ahead of their readers by one process.
+"""Copies of remote shards on this machine's disk, which one process fills ahead of their readers.
 
-packs that this machine will read --`fetcher`, started anew--> ranges of shards, by first need
+packs that this machine will read --`fetcher`, a process--> ranges of shards, by first need
     --> sparse files, each range at its own offset --Reader: pread, CRC32--> samples
 
-A right checksum is the only sign that bytes are there: whoever is killed leaves nothing to mend.
-The folder of a run's copies also holds
+A reader takes bytes as there when their checksum is right, so a killed process leaves nothing to
+mend. The folder of a run's copies also holds
 
-    readers   of each reader two int64: the pack that it reads, microseconds that it has waited
-    damaged   a line for each member that is wrong in its store: offset, URL
+    readers   two int64 for each reader: the pack that it reads, microseconds that it has waited
+    damaged   a line for each member whose bytes are wrong in the store: offset, URL
     failed    why the fetcher has given up
-    stats     JSON: what was fetched, what the copies take
+    stats     JSON: bytes and requests so far, seconds that they took, bytes that the copies take
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class FetchTask:
 
     config: RunConfig
     data: StoredData
-    held_out: tuple[Sequence[StoredSet], ndarray]  # their sets, and numbers of samples to read
+    held_out: tuple[Sequence[StoredSet], ndarray]  # sets, and the samples' numbers in their catalog
     replicas: Sequence[int]  # that read on this machine
-    share: int  # packs of a replica in each step
+    share: int  # packs of one replica in each step
     start: Position
     first_step: int
     max_steps: int
@@ -48,7 +48,7 @@ class FetchTask:
 
 
 class Copies:
-    """The copies of a run, for its readers: `first_reader` is this rank's first one."""
+    """A run's copies on one machine. This rank's readers are numbered from `first_reader` on."""
 
     def __init__(self, folder: Path, first_reader: int = 0) -> None:
         self.folder = folder
@@ -67,8 +67,9 @@ class Copies:
             ) from None
 
     def note(self, reader: int, pack: int, waited: float) -> None:
-        """Note that a reader of this rank has read its packs before this one, and waited so many
-        seconds.
+        """Note the pack that a reader of this rank reads next, and the seconds that it has waited.
+
+        Packs before it are no longer needed by this reader.
         """
         entry = np.array([pack, round(waited * 1e6)], np.int64)
         with self._opened("readers", "r+b") as file:
@@ -76,12 +77,15 @@ class Copies:
             file.write(entry.tobytes())
 
     def readers(self) -> ndarray:
-        """Return (readers, 2) int64."""
+        """Return (readers, 2) int64: the pack that each reads, microseconds that it has waited."""
         with self._opened("readers", "rb") as file:
             return np.fromfile(file, np.int64).reshape(-1, 2)
 
     def is_damaged(self, url: str, offset: int) -> bool:
-        """Tell whether a member is wrong in its store. Raises UserError where fetching failed."""
+        """Tell whether the store has wrong bytes of a member.
+
+        Raises UserError if the fetcher has given up.
+        """
         with contextlib.suppress(FileNotFoundError):
             raise UserError((self.folder / "failed").read_text())
         with contextlib.suppress(FileNotFoundError):
@@ -89,14 +93,14 @@ class Copies:
         return False
 
     def stats(self) -> dict[str, Any]:
-        """Return what was fetched so far, and how long all readers have waited."""
+        """Return the fetcher's stats, and the seconds that all readers have waited."""
         with self._opened("stats", "rb") as file:
             stats = json.load(file)
         return {**stats, "waited_seconds": float(self.readers()[:, 1].sum()) / 1e6}
 
 
 def summary_of(stats: Mapping[str, float]) -> str:
-    """Describe for people what a machine has fetched."""
+    """Describe the stats of a machine's copies for people."""
     rate = stats["fetched_bytes"] / max(stats["seconds"], 1e-3) / 1e6
     return (
         f"shards: {bytes_text(stats['fetched_bytes'])} fetched in {stats['requests']:,} requests, "

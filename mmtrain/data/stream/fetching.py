@@ -1,7 +1,7 @@
 """Keep the process alive that fetches ranges of remote shards for this machine's readers.
 
-It is started anew, not forked, and ends with the process that has started it. One that is killed
-starts again from where the readers are.
+The process is spawned, not forked, and ends with its parent. If it is killed, a new one goes on
+from where the readers are.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fetching:
-    """The process that fetches a task's bytes. It starts again where it is killed, until `stop`."""
+    """The process that fetches a task's bytes, and a thread that restarts it when killed."""
 
     def __init__(self, folder: Path, task: FetchTask) -> None:
-        """Start it, in a folder that is new."""
+        """Make the folder, and start the process. Copies of killed runs beside it are deleted."""
         shield_multiprocessing()
         self._folder = folder
         self._task = task
@@ -45,6 +45,7 @@ class Fetching:
         self._thread.start()
 
     def _keep_alive(self) -> None:
+        """Start the process, and again whenever a signal ends it, until `stop`."""
         context = multiprocessing.get_context("spawn")
         while not self._is_stopped:
             arguments = (os.getpid(), self._folder, self._task)
@@ -79,11 +80,11 @@ def remove_lost_copies(parent: Path) -> None:
 
 
 def _fetch(parent: int, folder: Path, task: FetchTask) -> None:
-    """Fetch what a task needs, and end; leave the reason where that is not possible."""
+    """Fetch a task's bytes; if that fails, write the reason into the file `failed`."""
     ignore_in_worker()
     die_with_parent(parent)
     try:
-        # imports the stores' client: here alone
+        # It imports the stores' client, which the parent may not: that would not survive its forks.
         from mmtrain.data.stream.fetcher import Fetcher
 
         Fetcher(folder, task).run()

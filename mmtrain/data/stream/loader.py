@@ -105,10 +105,10 @@ class PackedBatches:
         self.reader = Reader(self.catalog, config.data.io_retry_seconds)
 
     def fetch(self, folder: Path, replicas: Sequence[int], steps: int) -> Fetching | None:
-        """Read remote shards from copies in `folder`, which is new.
+        """Read remote shards, if there are any, from copies in `folder`, which is new.
 
-        `replicas` are those that read on this machine. The first one starts and returns the process
-        that makes the copies for all of them, as far as `steps` of the run.
+        `replicas` are those that read on this machine, this one among them. The first one starts
+        and returns the process that makes the copies for all of them, up to step `steps`.
         """
         config = self.config
         sets = list(self.data.train)
@@ -116,14 +116,17 @@ class PackedBatches:
             sets.append(self.data.held_out)
         if not Catalog(sets).has_remote_shards:
             return None
-        catalog, numbers = self.catalog, np.empty(0, int)
-        if config.eval.is_on:
-            catalog, numbers = evaluated_samples(config, self)
-            numbers = np.asarray(numbers[: config.eval.max_samples])
-        readers = max(1, config.data.workers)
+
+        readers = max(1, config.data.workers)  # of each replica
         self.reader.copies = Copies(folder, replicas.index(self.replica) * readers)
         if self.replica != replicas[0]:
             return None
+
+        catalog = self.catalog
+        numbers = np.empty(0, int)
+        if config.eval.is_on:
+            catalog, numbers = evaluated_samples(config, self)
+            numbers = np.asarray(numbers[: config.eval.max_samples])
         task = FetchTask(
             config,
             self.data,
@@ -257,8 +260,8 @@ class PackedBatches:
 def evaluated_samples(
     config: RunConfig, packed: PackedBatches | None = None
 ) -> tuple[Catalog, Sequence[int]]:
-    """Return a catalog and the numbers of its held-out samples; of all samples where the run holds
-    out none.
+    """Return a catalog and the numbers of its held-out samples, or of all if the run holds out
+    none.
 
     `packed` are the run's own data, counted here if None.
     """
