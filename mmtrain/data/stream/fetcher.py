@@ -7,7 +7,6 @@ held-out samples, then the groups of packs --members that readers read--> ranges
 Room is made by removing whole shards that all readers have passed, those needed longest ago first.
 """
 
-import os
 import threading
 import time
 import zlib
@@ -31,6 +30,7 @@ from mmtrain.data.shards.store import THREADS, read_range
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.data.stream.pack_counts import pack_order
+from mmtrain.data.stream.stored import writing
 
 # Bytes that are fetched to save a request: of 8 machines each fetches 1.06 times what it needs with
 # 64 KiB. The hub allows few requests.
@@ -194,7 +194,8 @@ class Fetcher:
             "seconds": time.monotonic() - self.started,
             "cache_bytes": sum(self.used.values()),
         }
-        write_whole(self.copies.folder / "stats", compact_json(stats))
+        with writing(self.copies.folder):
+            write_whole(self.copies.folder / "stats", compact_json(stats))
 
     def fetch(self, piece: _Piece) -> None:
         try:
@@ -211,17 +212,19 @@ class Fetcher:
                         wrong.append(f"{offset} {piece.url}\n")
                 if not wrong:
                     break
-            with self.copies.path(piece.url).open("ab"):
-                pass
-            with self.copies.path(piece.url).open("r+b") as copy:
-                os.pwrite(copy.fileno(), content, piece.begin)
-            if wrong:
-                with (self.copies.folder / "damaged").open("a") as file:
-                    file.write("".join(wrong))
-        except (OSError, UserError) as error:
-            # At once: other threads may still try again.
-            write_whole(self.copies.folder / "failed", str(error))
+            with writing(self.copies.folder):
+                with self.copies.path(piece.url).open("ab"):
+                    pass
+                # os.pwrite would write a part onto a disk that is nearly full
+                with self.copies.path(piece.url).open("r+b") as copy:
+                    copy.seek(piece.begin)
+                    copy.write(content)
+                if wrong:
+                    with (self.copies.folder / "damaged").open("a") as file:
+                        file.write("".join(wrong))
+        except UserError as error:
             self.failure = error
+            self.copies.give_up(str(error))  # at once: other threads may still try again
         finally:
             self.free_threads.release()
 
