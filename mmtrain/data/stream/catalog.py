@@ -64,7 +64,9 @@ FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is 
 LONGEST_PAUSE = 10.0
 FIRST_LOOK = 0.001  # seconds until a reader looks again for bytes of a copy; doubles, too
 LONGEST_LOOK = 0.05
-GRACE = 10.0  # seconds that a reader waits longer than the fetcher, whose failure says more
+# seconds that a reader waits longer than the fetcher asks again: its last request, which may hang
+# for 30 s, says why it gives up
+GRACE = 40.0
 
 
 class Place(NamedTuple):

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.config.schema import RunConfig
@@ -91,6 +92,16 @@ class Copies:
         with contextlib.suppress(FileNotFoundError):
             return f"{offset} {url}" in (self.folder / "damaged").read_text().split("\n")
         return False
+
+    def give_up(self, why: str) -> None:
+        """Tell readers why no more is fetched. A full disk has room for that without the copies."""
+        with contextlib.suppress(FileNotFoundError):  # a folder that was removed
+            try:
+                write_whole(self.folder / "failed", why)
+            except OSError:
+                for copy in self.folder.glob("*.tar"):
+                    copy.unlink()
+                write_whole(self.folder / "failed", why)
 
     def stats(self) -> dict[str, Any]:
         """Return the fetcher's stats, and the seconds that all readers have waited."""

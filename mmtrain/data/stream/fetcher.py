@@ -34,6 +34,7 @@ from mmtrain.data.shards.store import THREADS, read_range
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.data.stream.pack_counts import pack_order
+from mmtrain.data.stream.stored import writing
 
 # Bytes between two members that are fetched, too, to save a request. With 64 KiB each of 8 machines
 # fetches 1.06 times what it needs. The hub allows few requests.
@@ -218,7 +219,8 @@ class Fetcher:
             "seconds": time.monotonic() - self.started,
             "cache_bytes": sum(self.used.values()),
         }
-        write_whole(self.copies.folder / "stats", compact_json(stats))
+        with writing(self.copies.folder):
+            write_whole(self.copies.folder / "stats", compact_json(stats))
 
     def fetch(self, piece: _Piece) -> None:
         """Fetch a piece into its copy, in a thread; note members that are wrong, or a failure."""
@@ -238,17 +240,18 @@ class Fetcher:
                 if not wrong:
                     break
             copy = self.copies.path(piece.url)
-            copy.touch()
-            with copy.open("r+b") as file:
-                file.seek(piece.begin)
-                file.write(content)
-            if wrong:
-                with (self.copies.folder / "damaged").open("a") as file:
-                    file.write("".join(wrong))
-        except (OSError, UserError) as error:
+            with writing(self.copies.folder):
+                copy.touch()
+                with copy.open("r+b") as file:
+                    file.seek(piece.begin)
+                    file.write(content)
+                if wrong:
+                    with (self.copies.folder / "damaged").open("a") as file:
+                        file.write("".join(wrong))
+        except UserError as error:
             # Readers are told at once: `check` may wait for threads that still try again.
-            write_whole(self.copies.folder / "failed", str(error))
             self.failure = error
+            self.copies.give_up(str(error))  # at once: other threads may still try again
         finally:
             self.free_threads.release()
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.base.durable import held, write_whole
+from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.copies import NOT_BEGUN, FetchTask
+from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
 from mmtrain.runtime.stop import ignore_in_worker
 
@@ -55,7 +55,7 @@ class Fetching:
             process.join()
             code = process.exitcode
             if code > 0:
-                write_whole(self._folder / "failed", "the process that fetches shards failed")
+                Copies(self._folder).give_up("the process that fetches shards failed")
             if code >= 0:
                 return
             if not self._is_stopped:
@@ -89,4 +89,4 @@ def _fetch(parent: int, folder: Path, task: FetchTask) -> None:
 
         Fetcher(folder, task).run()
     except (OSError, UserError) as error:
-        write_whole(folder / "failed", str(error))
+        Copies(folder).give_up(str(error))

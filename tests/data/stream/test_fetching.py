@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from small_disk import small_disk
 from stores import Faults, WebServer, serving
 
 from mmtrain.base.cache import cache_folder
@@ -197,6 +198,19 @@ def test_copies_that_are_removed_end_the_run_by_name(tiny, server):
     with pytest.raises(UserError, match=r"run: the run's copies of remote shards were removed"):
         next(iter(packed))
     fetching.stop()
+
+
+def test_a_full_disk_ends_the_run_by_name_in_seconds(tiny, server, tmp_path):
+    packed = remote(tiny, server)
+    started = time.monotonic()
+    with small_disk(tmp_path / "disk", kilobytes=64) as disk:
+        fetching = packed.fetch(disk / "copies" / "run", [0], STEPS)
+        with pytest.raises(
+            UserError, match=r"cannot be written \(No space left on device\)\. Free"
+        ):
+            list(itertools.islice(packed, 4 * STEPS))
+        fetching.stop()
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.nightly)])
