@@ -166,6 +166,15 @@ class _FileHandler(_Handler):
             self.wfile.write(chunk)
 
 
+def bytes_on_disk(folder: Path) -> int:
+    """Return the bytes that a folder's files take, while others remove some."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_blocks * 512
+    return total
+
+
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
     """Serve until the block ends."""

@@ -95,9 +95,11 @@ def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Tar, ...]
     """
     names = list(names)
     allow_pipe: Sequence[str] = ()
+    cache_gib = None
     if config is not None:
         data = config.data
         allow_pipe = data.allow_pipe
+        cache_gib = data.cache_gib
         if not names:
             for one in data.sets or (data,):
                 if isinstance(one.shards, str):
@@ -105,7 +107,7 @@ def shards_of(config: RunConfig | None, names: Sequence[str]) -> tuple[Tar, ...]
                 else:
                     names.extend(one.shards or ())
     make_demo_shards(names, "SHARDS")
-    return find_shards(names, allow_pipe)
+    return find_shards(names, allow_pipe, cache_gib)
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:

@@ -14,7 +14,17 @@ import pytest
 from conftest import MAIN_JOB
 from processes import ranks_of, running, steps_of, wait_for
 from rank_runs import Run, train
-from stores import SECRET, TOKEN, DataHub, Faults, WebServer, s3_server, serving, with_tls
+from stores import (
+    SECRET,
+    TOKEN,
+    DataHub,
+    Faults,
+    WebServer,
+    bytes_on_disk,
+    s3_server,
+    serving,
+    with_tls,
+)
 from tiers import nightly
 
 from mmtrain.base.cache import cache_folder
@@ -130,14 +140,6 @@ def fetchers(command) -> list[psutil.Process]:
             if "--multiprocessing-fork" in process.cmdline():
                 found.append(process)
     return found
-
-
-def bytes_on_disk(folder: Path) -> int:
-    total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_blocks * 512
-    return total
 
 
 @pytest.mark.timeout(300)

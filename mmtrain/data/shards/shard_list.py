@@ -306,12 +306,14 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str, cache_gib: float | 
     return target
 
 
-def find_shards(names: Sequence[str], allow_pipe: Sequence[str] = ()) -> tuple[Tar, ...]:
+def find_shards(
+    names: Sequence[str], allow_pipe: Sequence[str] = (), cache_gib: float | None = None
+) -> tuple[Tar, ...]:
     """List the shards of a tool's command line as `expand_shards` does.
 
     Here a shard may be named twice.
     """
-    return tuple(dict.fromkeys(_listed(names, "SHARDS", allow_pipe)))
+    return tuple(dict.fromkeys(_listed(names, "SHARDS", allow_pipe, cache_gib)))
 
 
 def refuse_unfinished_shards(paths: Sequence[Tar], key: str) -> None:

@@ -251,7 +251,7 @@ class Fetcher:
         except UserError as error:
             # Readers are told at once: `check` may wait for threads that still try again.
             self.failure = error
-            self.copies.give_up(str(error))  # at once: other threads may still try again
+            self.copies.give_up(str(error))
         finally:
             self.free_threads.release()
 

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.runtime.child import die_with_parent, shield_multiprocessing
-from mmtrain.runtime.stop import ignore_in_worker
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def remove_lost_copies(parent: Path) -> None:
 
 def _fetch(parent: int, folder: Path, task: FetchTask) -> None:
     """Fetch a task's bytes; if that fails, write the reason into the file `failed`."""
-    ignore_in_worker()
+    # Ctrl-C reaches all processes. SIGTERM ends this one: at exit multiprocessing waits for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     try:
         # It imports the stores' client, which the parent may not: that would not survive its forks.

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import ran_python
 from small_disk import small_disk
-from stores import Faults, WebServer, serving
+from stores import Faults, WebServer, bytes_on_disk, serving
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -169,15 +170,16 @@ def test_killed_again_and_again_within_its_bound_the_keys_are_those_of_the_disk(
     packed = remote(tiny, server, data__cache_gib=bound / 2**30)
     fetching = packed.fetch(copies(), [0], STEPS)
     found = []
-    for number, batch in enumerate(itertools.islice(packed, 4 * STEPS)):
-        found.append(batch)
-        taken = sum(file.stat().st_blocks * 512 for file in copies().glob("*.tar"))
-        assert taken <= bound
-        if number % 30 == 10:
-            for child in psutil.Process().children():
-                if "--multiprocessing-fork" in child.cmdline():
-                    child.kill()
-    fetching.stop()
+    try:
+        for number, batch in enumerate(itertools.islice(packed, 4 * STEPS)):
+            found.append(batch)
+            assert bytes_on_disk(copies()) <= bound
+            if number % 30 == 10:
+                for child in psutil.Process().children():
+                    if "--multiprocessing-fork" in child.cmdline():
+                        child.kill()
+    finally:
+        fetching.stop()
     assert keys(found) == expected
 
 
@@ -211,6 +213,25 @@ def test_a_full_disk_ends_the_run_by_name_in_seconds(tiny, server, tmp_path):
             list(itertools.islice(packed, 4 * STEPS))
         fetching.stop()
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.nightly
+def test_a_process_that_exits_without_ending_its_fetcher_does_not_wait_for_it(tiny, server):
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from mmtrain.config.load import load_config\n"
+        "from mmtrain.data.stream.loader import PackedBatches\n"
+        "packed = PackedBatches(load_config(sys.argv[1], sys.argv[3:]), 0, 1)\n"
+        "packed.fetch(Path(sys.argv[2]), [0], 24)\n"
+        "next(iter(packed))\n"
+    )
+    size = (server.folder / "tiny-00000.tar").stat().st_size
+    settings = {**SETTINGS, "data.cache_gib": 3 * size / 2**30}
+    settings["data.shards"] = f"{server.address}/tiny-{{00000..00005}}.tar"
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    copies().parent.mkdir(parents=True)
+    ran = ran_python("-c", script, tiny / "config.yaml", copies(), *overrides, timeout=60)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.nightly)])
