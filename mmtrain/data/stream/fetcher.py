@@ -158,12 +158,16 @@ class Fetcher:
     def refuse_small_bound(self, pieces: list[_Piece], shards: set[str]) -> None:
         """Raise UserError where a window and the one before it may not be there together."""
         needed = sum(piece.room for piece in pieces) + sum(self.used.get(url, 0) for url in shards)
-        if needed > self.task.bound:
-            raise UserError(
-                f"data.cache_gib: copies of remote shards may take {bytes_text(self.task.bound)}, "
-                f"but two groups of data.shuffle_shards={self.task.config.data.shuffle_shards} "
-                f"shards need {bytes_text(needed)}. Raise it, or lower data.shuffle_shards"
-            )
+        if needed <= self.task.bound:
+            return
+        number = self.task.config.data.shuffle_shards
+        what, remedy = f"two groups of data.shuffle_shards={number} shards", "data.shuffle_shards"
+        if all(piece.need == NOT_BEGUN for piece in pieces):
+            what, remedy = "the held-out samples", "eval.max_samples"
+        raise UserError(
+            f"data.cache_gib: copies of remote shards may take {bytes_text(self.task.bound)}, "
+            f"but {what} need {bytes_text(needed)}. Raise it, or lower {remedy}"
+        )
 
     def make_room(self, piece: _Piece) -> None:
         """Wait until a piece fits; shards that all readers have passed go."""
