@@ -181,12 +181,16 @@ class Fetcher:
         readers may still read.
         """
         needed = sum(piece.room for piece in pieces) + sum(self.used.get(url, 0) for url in shards)
-        if needed > self.task.bound:
-            raise UserError(
-                f"data.cache_gib: copies of remote shards may take {bytes_text(self.task.bound)}, "
-                f"but two groups of data.shuffle_shards={self.task.config.data.shuffle_shards} "
-                f"shards need {bytes_text(needed)}. Raise it, or lower data.shuffle_shards"
-            )
+        if needed <= self.task.bound:
+            return
+        number = self.task.config.data.shuffle_shards
+        what, remedy = f"two groups of data.shuffle_shards={number} shards", "data.shuffle_shards"
+        if all(piece.need == NOT_BEGUN for piece in pieces):
+            what, remedy = "the held-out samples", "eval.max_samples"
+        raise UserError(
+            f"data.cache_gib: copies of remote shards may take {bytes_text(self.task.bound)}, "
+            f"but {what} need {bytes_text(needed)}. Raise it, or lower {remedy}"
+        )
 
     def make_room(self, piece: _Piece) -> None:
         """Reserve room for a piece. Remove shards that all readers have passed, or wait for one."""

@@ -160,6 +160,14 @@ def test_a_bound_that_does_not_hold_two_groups_is_refused_with_the_number(tiny, 
     packed = remote(tiny, server, data__cache_gib=20_000 / 2**30)
     with pytest.raises(UserError, match=r"may take 19\.5 KiB, but two groups .* need \d+\.\d KiB"):
         read(packed)
+    packed = remote(tiny, server, data__cache_gib=20_000 / 2**30, eval__fraction=0.5)
+    fetching = packed.fetch(copies(), [0], STEPS)
+    with pytest.raises(
+        UserError, match=r"but the held-out .* Raise it, or lower eval\.max_samples"
+    ):
+        while not packed.reader.copies.is_damaged("", 0):
+            time.sleep(0.02)
+    fetching.stop()
 
 
 def test_killed_again_and_again_within_its_bound_the_keys_are_those_of_the_disk(
