@@ -65,6 +65,11 @@ class StoreError(UserError):
 
     code = 0
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it would be said again: the object is not there, or not for this key."""
+        return self.code in (*_DENIED, _MISSING)
+
     @classmethod
     def of(cls, error: Exception, url: str) -> Self:
         """Describe an error of a store's client: what was seen, what to do."""

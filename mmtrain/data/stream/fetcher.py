@@ -26,7 +26,7 @@ from mmtrain.data.samples.formats import TEXT_SUFFIXES
 from mmtrain.data.samples.sample import image_number
 from mmtrain.data.shards.index import suffix_texts
 from mmtrain.data.shards.remote import is_remote
-from mmtrain.data.shards.store import THREADS, read_range
+from mmtrain.data.shards.store import THREADS, StoreError, read_range
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.data.stream.pack_counts import pack_order
@@ -228,7 +228,13 @@ class Fetcher:
                         file.write("".join(wrong))
         except UserError as error:
             self.failure = error
-            self.copies.give_up(str(error))  # at once: other threads may still try again
+            why = str(error)
+            if isinstance(error, StoreError) and not error.is_refusal:
+                why += (
+                    f"; data.io_retry_seconds is {self.task.config.data.io_retry_seconds:g}. Start "
+                    "again when the store answers: a run resumes from its newest checkpoint"
+                )
+            self.copies.give_up(why)  # at once: other threads may still try again
         finally:
             self.free_threads.release()
 
