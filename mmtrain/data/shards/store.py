@@ -310,8 +310,14 @@ def _copy_indexes(tars: Sequence[RemoteTar]) -> None:
         root, path = located(url)
         with _refusals(url):
             content = obstore.get(store_of(root), path).bytes()
-        tar.index.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(tar.index, bytes(content))
+        try:
+            tar.index.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(tar.index, bytes(content))
+        except OSError as error:
+            raise StoreError(
+                f"{tar.index}: cannot be written ({error.strerror}). Free space, "
+                "or set XDG_CACHE_HOME to a folder that can be written"
+            ) from error
 
     with ThreadPoolExecutor(THREADS) as pool:
         for done, _ in enumerate(pool.map(copy, tars), 1):

@@ -30,7 +30,7 @@ from mmtrain.data.samples.formats import TEXT_SUFFIXES
 from mmtrain.data.samples.sample import image_number
 from mmtrain.data.shards.index import suffix_texts
 from mmtrain.data.shards.remote import is_remote
-from mmtrain.data.shards.store import THREADS, read_range
+from mmtrain.data.shards.store import THREADS, StoreError, read_range
 from mmtrain.data.stream.catalog import Catalog
 from mmtrain.data.stream.copies import NOT_BEGUN, Copies, FetchTask
 from mmtrain.data.stream.pack_counts import pack_order
@@ -255,7 +255,13 @@ class Fetcher:
         except UserError as error:
             # Readers are told at once: `check` may wait for threads that still try again.
             self.failure = error
-            self.copies.give_up(str(error))
+            why = str(error)
+            if isinstance(error, StoreError) and error.code // 100 != 4:  # it may answer later
+                why += (
+                    f"; data.io_retry_seconds is {retry_seconds:g}. Start "
+                    "again when the store answers: a run resumes from its newest checkpoint"
+                )
+            self.copies.give_up(why)
         finally:
             self.free_threads.release()
 

@@ -198,6 +198,12 @@ def test_an_index_in_the_store_is_copied_once_and_anew_when_it_was_replaced(web,
     assert [again[0], again[2]] == [tars[0], tars[2]]
 
 
+def test_a_cache_that_cannot_be_written_is_named(web, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    check_answer(f"{web.address}/s-00.tar", r"index: cannot be written \(Not a directory\)\. Free")
+
+
 def test_a_damaged_or_stale_index_of_a_store_is_refused_by_its_shards_url(web, folder):
     beside = folder / "s-00.tar.index"
     content = bytearray(beside.read_bytes())

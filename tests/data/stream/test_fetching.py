@@ -142,7 +142,7 @@ def test_an_object_that_vanishes_ends_the_run_by_name(tiny, server):
     packed = remote(tiny, server)
     (server.folder / "tiny-00002.tar").unlink()
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"tiny-00002\.tar: there is no such object"):
+    with pytest.raises(UserError, match=r"tiny-00002\.tar: there is no such object.*name$"):
         read(packed)
     assert time.monotonic() - started < 10
 
@@ -151,7 +151,7 @@ def test_a_store_that_fails_for_long_ends_the_run(tiny, server):
     packed = remote(tiny, server, data__io_retry_seconds=1)
     server.faults = Faults(fail=1.0)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"tiny-0000\d\.tar: cannot be read"):
+    with pytest.raises(UserError, match=r"tiny-0000\d\.tar: cannot be read.*_seconds is 1\. Start"):
         read(packed)
     assert time.monotonic() - started < 12
 
