@@ -23,7 +23,7 @@ BOUNDS = {
     "cli": (21, 33),
     "config": (12, 28),
     "connectors.py": (0, 2),
-    "data": (66, 168),
+    "data": (66, 169),
     "demo": (3, 10),
     "doctor": (5, 19),
     "engine": (16, 55),
