@@ -278,7 +278,7 @@ def _listed(root: str, path: str, name: str) -> Objects:
     wildcard = _WILDCARD.search(path)
     pattern = path
     if wildcard is None:
-        pattern = f"{path.rstrip('/')}/*.tar"
+        pattern = f"{path.rstrip('/')}/*.tar".lstrip("/")
     prefix = pattern[: _WILDCARD.search(pattern).start()].rpartition("/")[0]
     objects: Objects = {}
     if root.startswith("hf:"):

@@ -138,6 +138,12 @@ def test_objects_globs_folders_and_braces_of_a_store_expand_in_order(request, st
         expand_shards((every[0], f"{root}/train/"))
 
 
+def test_a_bucket_is_a_folder_itself(made, at_s3):
+    at_s3.upload(made / "org" / "set" / "train", "rooted")
+    for name in ("s3://rooted", "s3://rooted/", "s3://rooted/*.tar"):
+        assert names(name) == ["s-00.tar", "s-01.tar", "s-02.tar", "s-10.tar"]
+
+
 def test_a_web_server_gives_names_and_braces_in_order_also_escaped_ones(web, folder):
     assert names(f"{web.address}/s-{{02..00}}.tar") == ["s-02.tar", "s-01.tar", "s-00.tar"]
     for name, escaped in {"a b.tar": "a%20b.tar", "[a]*?.tar": "%5Ba%5D%2A%3F.tar"}.items():
