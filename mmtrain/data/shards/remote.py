@@ -87,14 +87,17 @@ def refuse_unfit_url(url: str, key: str) -> None:
     """Raise UserError for a URL that no store can answer. A path passes."""
     scheme, _, rest = url.partition(":")
     shown = repr(disclosed(url))
-    if "::" in url and not Path(url).exists():
+    place = rest[2:]
+    host, _, path = place.partition("/")
+    names = url
+    if rest.startswith("//"):
+        names = path  # a host may be [::1]
+    if "::" in names and not Path(url).exists():
         raise UserError(f"{key}: {shown} joins names by ::. Write a list of names")
     if not rest.startswith("//"):
         if scheme in SCHEMES:
             raise UserError(f"{key}: {scheme}: begins a URL. Write {scheme}://, with two slashes")
         return
-    place = rest[2:]
-    host, _, path = place.partition("/")
     if scheme == "file":
         raise UserError(f"{key}: {shown} is a local file. Write its path alone")
     if scheme not in SCHEMES:
@@ -112,8 +115,8 @@ def refuse_unfit_url(url: str, key: str) -> None:
     if "${" in url:
         raise UserError(f"{key}: {shown}: variables are filled in in paths, not in URLs")
     if scheme == "hf":
-        kind, *names = place.split("/")
-        if kind != "datasets" or len(names) < 3 or not all(names[:2]):
+        kind, *parts = place.split("/")
+        if kind != "datasets" or len(parts) < 3 or not all(parts[:2]):
             raise UserError(
                 f"{key}: {shown} names no files of a data set. "
                 "Write hf://datasets/ORG/NAME/PATH or hf://datasets/ORG/NAME@REVISION/PATH"
@@ -127,7 +130,7 @@ def refuse_unfit_url(url: str, key: str) -> None:
             f"{key}: {shown} has a query, as signed URLs do, which is not sent. Use the store's "
             "own URL (s3://, gs://, az://, hf://) with credentials, or pipe:curl -sSf URL"
         )
-    if "*" in url or "[" in url or url.endswith("/"):
+    if "*" in path or "[" in path or url.endswith("/"):
         raise UserError(
             f"{key}: {shown}: a web server does not list its files. "
             "Name them, for example by a brace range: shard-{000000..000099}.tar"

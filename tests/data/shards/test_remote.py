@@ -138,6 +138,10 @@ def test_objects_globs_folders_and_braces_of_a_store_expand_in_order(request, st
         expand_shards((every[0], f"{root}/train/"))
 
 
+def test_a_host_may_be_an_address_with_colons():
+    remote.refuse_unfit_url("http://[::1]:9/a.tar", "data.shards")
+
+
 def test_a_bucket_is_a_folder_itself(made, at_s3):
     at_s3.upload(made / "org" / "set" / "train", "rooted")
     for name in ("s3://rooted", "s3://rooted/", "s3://rooted/*.tar"):
