@@ -102,8 +102,7 @@ def store(kind: str, folder: Path, scratch: Path, patched: pytest.MonkeyPatch) -
         yield address
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["http", "https", "S3", "hub"])
+@pytest.mark.parametrize("kind", ["http", nightly("https"), nightly("S3"), nightly("hub")])
 def test_a_run_from_any_store_makes_the_losses_and_scores_of_the_disk_and_writes_no_secret(
     local, folder, tmp_path, monkeypatch, kind
 ):
@@ -143,7 +142,8 @@ def fetchers(command) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kills", [3, nightly(12)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [3, 12])
 def test_whoever_is_killed_the_bits_are_those_of_the_disk_and_nothing_is_left(
     local, folder, cache, tmp_path, kills
 ):
