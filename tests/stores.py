@@ -57,7 +57,7 @@ class Faults:
 
 
 class Server(ThreadingHTTPServer):
-    """What the servers here have in common: a record of requests."""
+    """A server on 127.0.0.1 that records its requests."""
 
     daemon_threads = True
     request_queue_size = 128

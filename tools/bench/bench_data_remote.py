@@ -72,7 +72,7 @@ Found = dict[str, Any]
 
 
 class Reading(NamedTuple):
-    """What a process reads: the packs of one replica."""
+    """The packs of one replica, which a process reads."""
 
     shards: list[str]
     bound: int  # bytes of the copies

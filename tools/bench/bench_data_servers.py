@@ -38,7 +38,7 @@ _BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r
 
 
 class Line(NamedTuple):
-    """What lies between a client and a server."""
+    """Delay, faults and bandwidth between a client and a server."""
 
     seconds: float = 0.0  # before each request
     failed: float = 0.0  # share of requests that get 503, or a closed connection

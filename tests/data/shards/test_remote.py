@@ -115,7 +115,7 @@ def names(shards) -> list[str]:
 
 
 def paths(server) -> list[str]:
-    """What a server was asked for, and forgets now."""
+    """Return the paths that a server was asked for, and clear its record."""
     asked = [one.path for one in server.requests]
     server.requests.clear()
     return asked
