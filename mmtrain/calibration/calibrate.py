@@ -45,13 +45,15 @@ from mmtrain.calibration.transfers import (
 )
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
+from mmtrain.engine.algorithms import compiler_of, use_algorithms
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.optimizer import MasterWeights
 from mmtrain.engine.process_groups import join_process_group, replica_group
-from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.engine.single_stage import SingleStage, choose_kernels, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.facts.models import Models, models_of
+from mmtrain.model.llm.compiled import compiling
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import (
     Calibration,
@@ -126,9 +128,13 @@ class Calibrator:
             self._factors[matrix.shape[1]] = torch.randn(shape, dtype=matrix.dtype, device=device)
 
         # before any message: see `warm_up` of mmtrain.engine.single_stage
-        for stage in self._stages.values():
-            stage.forward()
-            stage.backward()
+        compiler = compiler_of(config.train, device)
+        with compiling():
+            if compiler is not None:
+                choose_kernels(compiler, list(self._stages.values()))
+            for stage in self._stages.values():
+                stage.forward()
+                stage.backward()
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
             channels = Channels(plan, dist.get_rank(), device, timeout)
@@ -528,6 +534,7 @@ def calibrate(
     own_device = torch.device(rank.device)
     models = models_of(config)
     timeout = config.parallel.timeout_seconds
+    use_algorithms(config.train)
     join_process_group(own_device, timeout)
     rank.print_info(f"calibrating on {device.name}: loading layers")
     key = calibration_key(config, models, device)

@@ -79,6 +79,8 @@ def run_state(
             "recompute_layers": recompute,
             "threads": threads,
             "deterministic": config.train.deterministic,
+            "compile": config.train.compile,
+            "tf32": config.train.tf32,
             "device": device_name,
         },
     }

@@ -192,7 +192,14 @@ class TrainSection(Section):
     max_bad_steps: Free[NonNegativeInt] = 0
     """steps with a NaN or infinite loss or gradient that a run skips, without an update, before it
     stops; each is written to bad_steps.jsonl"""
-    deterministic: Free[bool] = False
+    compile: Free[Measured[Literal["auto"] | bool]] = "auto"
+    """whether torch compiles decoder layers and the frozen encoder's blocks, which fuses their
+    elementwise operations. auto: on a GPU, each class of layers that is right and faster, measured
+    before the first step; true: on a CPU too, and a class that cannot be compiled ends the run"""
+    tf32: Free[Measured[bool]] = False
+    """true: GPUs multiply float32 matrices, the projector's above all, several times as fast, with
+    factors rounded to 10 bits"""
+    deterministic: Free[Measured[bool]] = False
     """true: GPUs use deterministic algorithms, some of them slower; false: GPU runs agree up to
     rounding. CPU runs are always bit-identical"""
 

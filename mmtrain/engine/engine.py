@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch, to_device
+from mmtrain.engine.algorithms import compiler_of
 from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.channels import ChainLink, Channels, Encoded
 from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
@@ -46,7 +47,7 @@ class FrozenPipelineEngine:
     `stages` are this rank's, by number; `on_instruction` is called with (step, instruction) before
     each instruction. A resumed run begins with `first_step`, counted from 0. Rank 0 appends a line
     to `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up`:
-    run everything once before the first message (see `warm_up`); None: on a GPU.
+    run everything once before the first message (see `warm_up`); None: on a GPU, or to compile.
     """
 
     def __init__(
@@ -104,16 +105,20 @@ class FrozenPipelineEngine:
 
         timeout_seconds = config.parallel.timeout_seconds
         self._replicas = replica_group(plan, self.global_rank, self.device, timeout_seconds)
+        self.kernels = set().union(*(stage.kernels for stage in self.stages.values()))
+        """The ways in which this rank computes attention, recurrent and compiled layers."""
+        compiler = compiler_of(config.train, self.device)
         if warms_up is None:
-            warms_up = self.device.type == "cuda"
+            warms_up = self.device.type == "cuda" or compiler is not None
         if warms_up:
             batch = expected_batch(config, models)
-            warm_up(
+            self.kernels |= warm_up(
                 batch,
                 self.stages,
                 self.weights,
                 plan.first_trainable_stage,
                 self.device,
+                compiler,
             )
         self._posts_ahead = dict.fromkeys((True, False), not warms_up)  # by whether it trains
         self._connect(first, timeout_seconds)

@@ -16,6 +16,8 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.facts.models import Models
 from mmtrain.layouts.mrope import grid_positions
+from mmtrain.model.llm.attention import Backend
+from mmtrain.model.llm.compiled import Compiler, compiling
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
 from mmtrain.plan.costs import typical_tiling, workload
@@ -166,16 +168,28 @@ class SingleStage:
     def encode(self) -> Tensor | None:
         return self.module.encode(self._taken, self.batch.grids)
 
+    @torch.no_grad()
+    def run_layers(self) -> None:
+        """Run everything forward once, and keep nothing."""
+        self.encode()
+        self._run()
+        self._kept = None
+        if self.module.streamed is not None:
+            self.module.streamed.end()
+
     def forward(self) -> None:
         with torch.set_grad_enabled(self.runs_backward):
-            if self.module.language.has_embedding:
-                hidden = self.module.start(self.batch, self.features)
-            else:
-                hidden = self.input.detach().requires_grad_(self.input_gradient)
-            if self.module.language.has_head:
-                self._kept, _ = self.module.loss(hidden, self.batch.positions, self.batch.labels)
-            else:
-                self._kept = self.module(hidden, self.batch.positions)
+            self._run()
+
+    def _run(self) -> None:
+        if self.module.language.has_embedding:
+            hidden = self.module.start(self.batch, self.features)
+        else:
+            hidden = self.input.detach().requires_grad_(self.input_gradient)
+        if self.module.language.has_head:
+            self._kept, _ = self.module.loss(hidden, self.batch.positions, self.batch.labels)
+        else:
+            self._kept = self.module(hidden, self.batch.positions)
 
     def release_output(self) -> None:
         """Let go of the output as after sending it: backward needs the graph behind it, not the
@@ -193,13 +207,26 @@ class SingleStage:
             torch.autograd.backward(kept, self.upstream)
 
 
+def choose_kernels(compiler: Compiler, stages: Sequence[SingleStage]) -> set[Backend]:
+    """Let `compiler` try every class of layers on the micro-batch of `stages`, and choose."""
+    for alone in stages:
+        alone.module.compile_layers(compiler)
+
+    def run_layers() -> None:
+        for alone in stages:
+            alone.run_layers()
+
+    return compiler.choose(run_layers)
+
+
 def warm_up(
     host: PackedBatch,
     stages: Mapping[int, Stage],
     masters: MasterWeights,
     first_trainable_stage: int,
     device: torch.device,
-) -> None:
+    compiler: Compiler | None = None,
+) -> set[Backend]:
     """Run each kind of work once on this rank, on the batch `host`: stages, a prediction, an update
     of throwaway weights.
 
@@ -209,12 +236,17 @@ def warm_up(
     since the first step runs `in_common_order`. A later micro-batch that is larger than any before
     can still hang.
 
+    With a `compiler` it first chooses the code of all layers, and returns what it chose. Here all
+    code is compiled.
+
     No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a
     micro-batch.
     """
     batch = to_device(host, device)
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus):
+    kernels = set()
+    with torch.random.fork_rng(gpus), compiling():
+        alone_stages = []
         for number, module in stages.items():
             alone = SingleStage(
                 module,
@@ -222,6 +254,11 @@ def warm_up(
                 input_gradient=number > first_trainable_stage,
                 backward=number >= first_trainable_stage,
             )
+            alone_stages.append(alone)
+        if compiler is not None:
+            kernels = choose_kernels(compiler, alone_stages)
+        for alone in alone_stages:
+            module = alone.module
             alone.forward()
             alone.backward()
             if module.language.has_head:
@@ -245,3 +282,4 @@ def warm_up(
                     pin_memory=True,
                 )
         torch.cuda.synchronize(device)
+    return kernels

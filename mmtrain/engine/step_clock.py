@@ -7,12 +7,12 @@ kernels run when the host has long gone on; the host's delays count, too.
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from mmtrain.base.devices import seconds_between, time_mark
 from mmtrain.engine.trace import WORK_OF, Interval, Work
 from mmtrain.plan.instructions import Instruction
 
@@ -89,32 +89,15 @@ class StepClock:
         self._on_gpu = device.type == "cuda"
         self._before_weights = heap_bytes() - held_bytes
         self._peak_bytes = 0
-        self._together = self._begun = self._now()
+        self._together = self._begun = time_mark(self._device)
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._instruction: Instruction | None = None  # which runs; None: none does, or it is done
         self.seconds = 0.0
         """When this rank last left a reduction, in seconds since its clock was made."""
 
-    def _now(self) -> Any:
-        """Return the time or, on CUDA, an event on the current stream."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two marks; on CUDA the host waits until the device has reached
-        the later one.
-        """
-        if not self._on_gpu:
-            return later - earlier
-        later.synchronize()
-        return earlier.elapsed_time(later) / 1000
-
     def begin(self) -> None:
         self._marks = []
-        self._begun = self._now()
+        self._begun = time_mark(self._device)
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_bytes = 0
@@ -124,7 +107,7 @@ class StepClock:
         self._instruction = instruction
 
     def _mark(self, work: Work) -> None:
-        self._marks.append((work, self._instruction, self._now()))
+        self._marks.append((work, self._instruction, time_mark(self._device)))
 
     def waited(self) -> None:
         self._mark(Work.WAIT)
@@ -146,13 +129,13 @@ class StepClock:
         spent = dict.fromkeys(Work, 0.0)
         earlier = self._begun
         for work, _, mark in self._marks:
-            spent[work] += self._seconds(earlier, mark)
+            spent[work] += seconds_between(earlier, mark)
             earlier = mark
         if self._on_gpu:
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return RankSeconds(
             # `leave` adds the time since the last reduction
-            window=-self._seconds(self._together, self._begun),
+            window=-seconds_between(self._together, self._begun),
             compute=spent[Work.ENCODE] + spent[Work.FORWARD] + spent[Work.BACKWARD],
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],
@@ -169,7 +152,7 @@ class StepClock:
         self.waited()
         self._instruction = None
         now = self._marks[-1][-1]
-        common = self._seconds(self._together, now)
+        common = seconds_between(self._together, now)
         self._together = now
         self.seconds += common
         return tuple(rank._replace(window=common + rank.window) for rank in readings)
@@ -178,10 +161,10 @@ class StepClock:
         """Return what this rank has done since `begin`, without gaps, in seconds since its clock
         was made.
         """
-        begun = begin = self.seconds - self._seconds(self._begun, self._together)
+        begun = begin = self.seconds - seconds_between(self._begun, self._together)
         intervals = []
         for work, instruction, mark in self._marks:
-            end = begun + self._seconds(self._begun, mark)
+            end = begun + seconds_between(self._begun, mark)
             intervals.append(Interval(work, instruction, begin, end))
             begin = end
         return intervals

@@ -37,6 +37,7 @@ from mmtrain.layouts.layout import Tiling
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.encoder.vision_tower import Grids, VisionTower
 from mmtrain.model.llm.attention import Backend, record_backends
+from mmtrain.model.llm.compiled import Compiler
 from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers
 from mmtrain.model.llm.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.llm.parity import takes_rows
@@ -68,7 +69,7 @@ class Stage(nn.Module):
         self.vision = vision
         self.projector = projector
         self._encoder = encoder
-        self.attention: set[Backend] = set()  # set by `try_out`
+        self.kernels: set[Backend] = set()  # set by `try_out`
 
     @functools.cached_property
     def transform(self) -> ImageTransform:
@@ -172,14 +173,20 @@ class Stage(nn.Module):
             self.language.deepstack = places, [each.to(self.dtype) for each in added]
         return fuse(embeddings, places, images)
 
+    def compile_layers(self, compiler: Compiler) -> None:
+        """Let `compiler` choose how decoder layers and a frozen encoder's blocks run."""
+        self.language.compile_layers(compiler)
+        if self.vision is not None and self.encoder_is_frozen:
+            self.vision.compile_blocks(compiler)
+
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:
         """Run the decoder layers on 8 tokens, and an encoder with adapters on a black image; sets
-        `attention`.
+        `kernels`.
         """
         language = self.language
         with (
-            record_backends() as self.attention,
+            record_backends() as self.kernels,
             refusing_unused(language.model, canonical_name),
         ):
             hidden = torch.zeros(

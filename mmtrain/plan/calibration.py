@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -78,6 +78,9 @@ class Key:
     expected_image_tiles: float | None = None
     expected_image_positions: float | None = None
     expected_attended_tiles: float | None = None
+    compile: Literal["auto"] | bool = "auto"
+    deterministic: bool = False
+    tf32: bool = False
 
 
 @dataclass(frozen=True)

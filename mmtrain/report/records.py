@@ -144,7 +144,7 @@ class Copies(_Metric):
 class Other(_Metric):
     """A record that is an event, or is not shown."""
 
-    kind: Literal["resume", "end", "checkpoint_failed", "attention", "checkpoint"]
+    kind: Literal["resume", "end", "checkpoint_failed", "kernels", "checkpoint"]
     error: Text = ""  # only of a failed checkpoint
 
 

@@ -22,6 +22,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.fetching import Fetching
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.stored import StoredData
+from mmtrain.engine.algorithms import use_algorithms
 from mmtrain.engine.audit import (
     RankAudit,
     check_replicas,
@@ -105,7 +106,7 @@ class _Run:
         self.verbose = verbose
         self.place = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
-        use_algorithms(config.train.deterministic)
+        use_algorithms(config.train)
         rank.progress.at(0, "joining the process group")
         join_process_group(self.device, config.parallel.timeout_seconds)
         shared = [start, secrets.token_hex(8)]
@@ -408,16 +409,3 @@ class _Run:
             self.fetching.stop()
         self.console.close()
         return message
-
-
-def use_algorithms(deterministic: bool) -> None:
-    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA
-    is used.
-
-    A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses
-    none.
-    """
-    if deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
-        torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(deterministic)

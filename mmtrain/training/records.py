@@ -183,11 +183,10 @@ class Recorder:
         self._first_step, self._trace_steps = first_step, trace_steps  # 0 once the trace is written
         self._traced: list[TracedStep] = []
 
-        own = set().union(*(stage.attention for stage in engine.stages.values()))
-        backends = gather_to_rank_0(own)
+        backends = gather_to_rank_0(engine.kernels)
         if backends is not None:
             ways, lines = describe_backends(backends)
-            self.records.write("attention", step=first_step, ways=ways)
+            self.records.write("kernels", step=first_step, ways=ways)
             for line in lines:
                 console.detail(line)
 

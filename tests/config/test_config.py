@@ -273,7 +273,7 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
             "foo banana x hooks augmentation notes description author model.attention model.foo "
             "run.tags "
             "run.project project train.loss train.ema train.mixup callbacks logging profiler "
-            "tokenizer_path compile "
+            "tokenizer_path "
             "neftune_noise_alpha use_cache rope_scaling parallel.tensor data.video model.audio "
             "optimizer.momentum "
             "train.early_stopping eval.metrics export.push hub_token dpo ref_model temperature "

@@ -36,11 +36,11 @@ from sweeps import sweep
 from tiny_models import make_tokenizer
 from whole_models import save_whole, whole_config
 
+from mmtrain.engine.algorithms import use_algorithms
 from mmtrain.facts.models import models_of
 from mmtrain.model.llm.tiny import tiny_model
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.training.loop import use_algorithms
 
 LAYERS, STEPS = 6, 2
 HOST = {"parallel__streamed_layers": LAYERS, "parallel__recompute_layers": LAYERS}
@@ -163,7 +163,7 @@ def train(config, slices, orders=(0,)):
     """By order: numbers of two steps and an evaluation, first gradients, weights, failures; host
     waits by operation.
     """
-    use_algorithms(config.train.deterministic)
+    use_algorithms(config.train)
     join()
     plan = make_plan(config)
     if slices:

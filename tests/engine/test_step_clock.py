@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmtrain.engine import step_clock
+from mmtrain.base import devices
 from mmtrain.engine.step_clock import RankSeconds, StepClock, heap_bytes
 from mmtrain.engine.trace import Work
 from mmtrain.plan.instructions import Instruction, Op
@@ -22,7 +22,7 @@ class Hands:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(devices.time, "perf_counter", lambda: self.now)
 
     def run(self, clock, instruction, seconds, waiting=0.0, fetching=0.0):
         clock.start(instruction)

@@ -13,7 +13,8 @@ from rank_runs import train
 from safetensors.torch import load_file
 
 from mmtrain.base.printing import escape
-from mmtrain.training.loop import use_algorithms
+from mmtrain.config.schema import TrainSection
+from mmtrain.engine.algorithms import use_algorithms
 
 STEPS = 4
 TRAIN_KEYS = (
@@ -169,11 +170,13 @@ def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
             "kernel": "document",
             "reason": "flash attention needs a GPU",
             "slow": False,
+            "factor": None,
+            "seconds": None,
         }
         ranks = list(range(len(read_json(folder / "plan.json")["ranks"])))
-        [record] = metrics((folder, printed), "attention")
+        [record] = metrics((folder, printed), "kernels")
         del record["time"]
-        assert record == {"kind": "attention", "step": 0, "ways": [way | {"ranks": ranks}]}
+        assert record == {"kind": "kernels", "step": 0, "ways": [way | {"ranks": ranks}]}
         assert "attention: " not in printed
 
 
@@ -200,10 +203,12 @@ def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_f
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     try:
-        use_algorithms(deterministic=True)
+        use_algorithms(TrainSection(max_steps=1, deterministic=True, tf32=True))
         assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "high"
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
-        use_algorithms(deterministic=False)
+        use_algorithms(TrainSection(max_steps=1))
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -94,7 +94,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         }
 
         def afterwards() -> dict[str, Any]:
-            return {"attention": describe_backends([stage.attention])[1]}
+            return {"attention": describe_backends([stage.kernels])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -124,7 +124,7 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         def afterwards() -> dict[str, Any]:
             idle = mmtrain.idle
             layers = [name for stage in mine.stages for name in stage.layers]
-            ways = {way for stage in stages.values() for way in stage.attention}
+            ways = {way for stage in stages.values() for way in stage.kernels}
             took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(
                 mmtrain.step, device
             )

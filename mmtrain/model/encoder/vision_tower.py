@@ -30,6 +30,7 @@ from mmtrain.facts.chunks import tiles_per_call
 from mmtrain.facts.encoders import ENCODER_BLOCK
 from mmtrain.facts.vision_files import patches_per_image
 from mmtrain.model.llm.bookends import Bookend
+from mmtrain.model.llm.compiled import Compiler
 from mmtrain.model.trained.lora import without_marks
 
 Blocks = tuple[int, int]  # first, and the one behind the last
@@ -176,6 +177,11 @@ class VisionTower(nn.Module):
     def _handed_in(self, hidden: Tensor, made: Tensor) -> Tensor:
         """Return received hidden states in the shape of those that the stem `made`."""
         return hidden
+
+    def compile_blocks(self, compiler: Compiler) -> None:
+        """Let `compiler` choose how the blocks of a frozen encoder run."""
+        for block in block_list(self.model)[slice(*self.blocks)]:
+            block.forward = compiler.around(block, trains=False)
 
     def groups(
         self,

@@ -494,20 +494,24 @@ def _sequences(
 
 
 class Backend(NamedTuple):
-    """A way to keep the documents of a pack apart in attention, or in recurrent layers
-    (mixers.py).
+    """A way to compute layers: documents of a pack in attention or in recurrent layers (mixers.py),
+    the layers of a class (compiled.py).
     """
 
-    layers: str  # "attention" or "recurrent layers"
+    layers: str  # "attention", "recurrent layers" or a class
     kernel: str  # one of _KERNELS
-    reason: str | None = None  # why it is not one call
+    reason: str | None = None  # why it is not one call, or not compiled
     slow: bool = False  # a GPU does not do what it could
+    factor: float | None = None  # eager seconds over compiled ones
+    seconds: float | None = None  # that compiling took
 
 
 _KERNELS = {
     "flash": "flash attention, all documents in one call",
     "library": "all documents in one call",
     "document": "documents one by one",
+    "compiled": "compiled",
+    "eager": "not compiled",
 }
 _RECORD: ContextVar[set[Backend] | None] = ContextVar("record", default=None)
 
@@ -535,15 +539,28 @@ def describe_backends(
     turn.
     """
     ranks_of = {}
+    # of all ranks the least gain and the longest compilation
+    factors = {}
+    seconds = {}
     for rank, used in enumerate(backends):
         for backend in sorted(used, key=str):
-            ranks_of.setdefault(backend, []).append(rank)
+            key = backend._replace(factor=None, seconds=None)
+            ranks_of.setdefault(key, []).append(rank)
+            if backend.factor is not None:
+                factors[key] = min(backend.factor, factors.get(key, backend.factor))
+            if backend.seconds is not None:
+                seconds[key] = max(backend.seconds, seconds.get(key, backend.seconds))
 
     records = []
     lines = []
-    for backend, ranks in ranks_of.items():
+    for key, ranks in ranks_of.items():
+        backend = key._replace(factor=factors.get(key), seconds=seconds.get(key))
         records.append({**backend._asdict(), "ranks": ranks})
         line = f"{backend.layers}: {_KERNELS[backend.kernel]}"
+        if backend.factor is not None:
+            line += f", {backend.factor:.2f} times as fast"
+        if backend.seconds is not None:
+            line += f", after {backend.seconds:.0f} s of compiling"
         if backend.slow:
             line += f", which is slow: {backend.reason}"
         elif backend.reason:
@@ -747,5 +764,6 @@ def flash_takes_images(
 
 
 AttentionMaskInterface.register(ATTENTION, packed_mask)
-AttentionInterface.register(IMAGES_FLASH, images_attention)
-AttentionInterface.register(ATTENTION, packed_attention)
+# Compiled layers stop here: documents differ in every call, and each would be new code.
+AttentionInterface.register(IMAGES_FLASH, torch.compiler.disable(images_attention))
+AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))

@@ -53,6 +53,7 @@ from mmtrain.model.llm.bookends import (
     holds_layer_0,
     replace,
 )
+from mmtrain.model.llm.compiled import Compiler
 from mmtrain.model.llm.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.llm.mixers import (
     ByDocument,
@@ -131,6 +132,7 @@ class DecoderLayers(nn.Module):
         self._recomputed = 0
         self._last_layer: LastLayer | None = None
         self.streamed = streamed
+        self._compiler: Compiler | None = None
         self._dress_layers(narrow=False)
         self.eval()
 
@@ -300,6 +302,13 @@ class DecoderLayers(nn.Module):
         )
         self._dress_layers(narrow=True)
 
+    def compile_layers(self, compiler: Compiler) -> None:
+        """Let `compiler` choose how each class of decoder layers runs, a narrow last layer left
+        out.
+        """
+        self._compiler = compiler
+        self._dress_layers(narrow=self._last_layer is not None)
+
     def _dress_layers(self, *, narrow: bool) -> None:
         layers = decoder_layers(self.model)[self.first : self.last]
         self._has_mixers = False
@@ -313,9 +322,12 @@ class DecoderLayers(nn.Module):
                     mixer.forward = ByDocument(mixer)
             if narrow and i == len(layers) - 1:
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
-            elif i < self._recomputed:
-                recompute = recomputing_on_documents if mixers else recomputing
-                layer.forward = recompute(layer.forward)
+            else:
+                if self._compiler is not None:
+                    layer.forward = self._compiler.around(layer)
+                if i < self._recomputed:
+                    recompute = recomputing_on_documents if mixers else recomputing
+                    layer.forward = recompute(layer.forward)
             # around all of it
             if self.streamed is not None and self.first + i in self.streamed.layers:
                 layer.forward = self.streamed.around(self.first + i, layer.forward)

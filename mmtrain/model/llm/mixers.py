@@ -144,6 +144,7 @@ class ByDocument:
         self._signature = inspect.signature(mixer.forward)
         self._backend: Backend | None = None
 
+    @torch.compiler.disable
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         sequences = _SEQUENCES.get()
         assert sequences is not None, "a mixer was called without its documents"

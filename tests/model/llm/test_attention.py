@@ -411,7 +411,7 @@ def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: p.grad for name, p in stage.global_parameters() if p.requires_grad})
-    assert stage.attention == {Backend("attention", "flash", None, False)}
+    assert stage.kernels == {Backend("attention", "flash", None, False)}
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
@@ -437,15 +437,20 @@ def test_a_slow_way_is_said_with_its_reason_and_ranks():
         "attention: documents one by one, which is slow: heads are 256 wide (ranks 1)",
     ]
     assert records == [
-        {"layers": "attention", "kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
-        {
-            "layers": "attention",
-            "kernel": "document",
-            "reason": "heads are 256 wide",
-            "slow": True,
-            "ranks": [1],
-        },
+        {**fast._asdict(), "ranks": [0, 1]},
+        {**wide._asdict(), "ranks": [1]},
     ]
     assert describe_backends([{fast}, {fast}])[1] == [
         "attention: flash attention, all documents in one call"
     ]
+
+
+def test_a_compiled_class_is_said_with_the_least_gain_and_the_longest_compilation_of_all_ranks():
+    compiled = [Backend("L", "compiled", factor=f, seconds=s) for f, s in ((1.3, 4), (1.25, 31))]
+    eager = Backend("L", "eager", "no compiler", slow=True)
+    records, lines = describe_backends([{compiled[0]}, {compiled[1]}, {eager}])
+    assert lines == [
+        "L: compiled, 1.25 times as fast, after 31 s of compiling (ranks 0, 1)",
+        "L: not compiled, which is slow: no compiler (ranks 2)",
+    ]
+    assert (records[0]["factor"], records[0]["seconds"]) == (1.25, 31)

@@ -1,0 +1,40 @@
+"""The algorithms that a configuration asks for: deterministic or not, TF32, compiled layers."""
+
+import os
+
+import torch
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.config.schema import TrainSection
+from mmtrain.model.llm.compiled import Compiler
+
+
+def use_algorithms(section: TrainSection) -> None:
+    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA
+    is used.
+
+    A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses
+    none.
+    """
+    precision = "highest"
+    if section.tf32:
+        precision = "high"
+    torch.set_float32_matmul_precision(precision)
+    if section.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(section.deterministic)
+
+
+def compiler_of(section: TrainSection, device: torch.device) -> Compiler | None:
+    """Return this rank's compiler of layers; None where `train.compile` leaves all of them eager.
+
+    The gain was never seen on a CPU, so there it must be asked for.
+    """
+    if section.compile is False or (section.compile == "auto" and device.type != "cuda"):
+        return None
+    return Compiler(
+        section.compile,
+        cache_folder("compiled"),
+        deterministic=section.deterministic,
+    )
