@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hybrids import HYBRIDS, family_config
+from families import HYBRIDS, family_config
 from ranks import run_ranks
 from scenes import (
     Case,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import family_config
 from gpu_ranks import fake_runtime, run_gpu_ranks
-from hybrids import family_config
 from ranks import run_ranks
 from scenes import (
     arrays,
@@ -192,6 +192,10 @@ def train_once(config, plan, order, waits):
             )
 
     engine = make_engine(config, plan, on_instruction=on_instruction, warms_up=True)
+    tried = [way for way in engine.kernels if way.kernel in ("compiled", "eager")]
+    if runtime is not None:
+        # the fake device has no compiler
+        assert tried and all(way.reason and way.slow for way in tried), tried
     audit = make_audit(engine)
     mine, share = audit.plan, plan.microbatches_per_step
     first = mine.data * share

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from hybrids import HYBRIDS
+from families import HYBRIDS
 from json_files import read_json, write_json
 from peft import LoraConfig, inject_adapter_in_model
 from processes import ran_python

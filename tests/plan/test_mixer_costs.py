@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hybrids import HYBRIDS, family_config
+from families import HYBRIDS, family_config
 from packaging.version import Version
 from sweeps import sweep
 from torch.utils.flop_counter import FlopCounterMode

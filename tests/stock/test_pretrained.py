@@ -18,7 +18,7 @@ import pytest
 import torch
 import whole_models
 import yaml
-from hybrids import family_config
+from families import family_config
 from json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from sweeps import sweep

@@ -24,6 +24,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from mmtrain.base.devices import seconds_between, time_mark
 from mmtrain.base.errors import UserError
@@ -70,6 +71,7 @@ class Trial:
         self._eager: list[float] = []
         self._compiled: list[float] = []
         self._compile_seconds = 0.0
+        self._graphs = 0
         self.reason: str | None = None
         """Why the class stays eager."""
 
@@ -86,12 +88,14 @@ class Trial:
         try:
             # without gradients it is other code, which evaluations run
             expected = call(stock) + call(stock, trains=False)
+            graphs = counters["stats"]["unique_graphs"]
             began = time.perf_counter()
             # else torch would run the variants of a class that are too many eagerly, in silence
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
                 ours = call(compiled) + call(compiled, trains=False)
             seconds = time.perf_counter() - began
             self._compile_seconds = max(self._compile_seconds, seconds)
+            self._graphs += counters["stats"]["unique_graphs"] - graphs
             self.reason = disagreement(ours, expected)
             for _ in range(self._pairs):
                 self._eager.append(seconds_of(lambda: call(stock), expected[0].device))
@@ -105,6 +109,8 @@ class Trial:
         code = self._code
         code.trial = None
         factor = None
+        if self.reason is None and not self._graphs:
+            self.reason = "torch runs all of their code eagerly"
         if self.reason is None and self._pairs:
             factor = statistics.median(self._eager) / statistics.median(self._compiled)
             if factor < LEAST_FACTOR:

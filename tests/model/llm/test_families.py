@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import HYBRIDS, family_config
+from families import FAMILIES, family_config
 from peft import LoraConfig, inject_adapter_in_model
 from sweeps import sweep
 from torch import nn
@@ -30,33 +30,6 @@ from mmtrain.model.weights.weight_sources import HostSource
 
 DOCUMENTS = (13, 6, 19)
 
-# Settings that a released model has and that transformers' default config lacks; depth 6 unless
-# given.
-FAMILIES: dict[str, dict] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma2": {},
-    "gemma3_text": {},
-    "phi3": {},
-    "glm": {},
-    "glm4": {},
-    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
-    "glm4_moe_lite": {},
-    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
-    "smollm3": {},
-    "cohere2": {},
-    "gpt_oss": {},
-    "qwen3_moe": {"mlp_only_layers": [3]},
-    "deepseek_v3": {},
-    "gpt2": {},
-    "mixtral": {},
-    "olmo2": {},
-    "starcoder2": {},
-    "opt": {},
-    **HYBRIDS,
-}
 DAILY = (
     "llama",
     "gemma3_text",

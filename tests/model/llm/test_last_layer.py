@@ -4,7 +4,7 @@ more work.
 
 import pytest
 import torch
-from hybrids import HYBRIDS, family_config
+from families import HYBRIDS, family_config
 from sweeps import sweep
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode

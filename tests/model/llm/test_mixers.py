@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrids import HYBRIDS
+from families import HYBRIDS
 from torch import nn
 from transformers import CONFIG_MAPPING
 

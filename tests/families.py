@@ -1,5 +1,5 @@
-"""Settings of every supported family with recurrent layers, for transformers' configs of six
-layers; configs of families that an older transformers may lack.
+"""Settings of every supported family, for transformers' configs of six layers; configs of families
+that an older transformers may lack.
 """
 
 import pytest
@@ -20,6 +20,34 @@ HYBRIDS: dict[str, dict] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {},
     "minimax": {},
+}
+
+# Settings that a released model has and that transformers' default config lacks; depth 6 unless
+# given.
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    "smollm3": {},
+    "cohere2": {},
+    "gpt_oss": {},
+    "qwen3_moe": {"mlp_only_layers": [3]},
+    "deepseek_v3": {},
+    "gpt2": {},
+    "mixtral": {},
+    "olmo2": {},
+    "starcoder2": {},
+    "opt": {},
+    **HYBRIDS,
 }
 
 
