@@ -32,6 +32,11 @@ CHECKS = (
         "mmtrain.doctor.attention:attention",
         "packed documents are as separate ones; by which kernel",
     ),
+    Check(
+        "compiler",
+        "mmtrain.doctor.compiling:compiled_layer",
+        "decoder layers can be compiled, and compute what eager ones do",
+    ),
     Check("demo", "mmtrain.doctor.runs:demo", "the demo's losses are those on record"),
     Check("pipeline", "mmtrain.doctor.runs:pipeline", "two stages train as one process does"),
     Check(
@@ -43,7 +48,7 @@ CHECKS = (
 NAMES = [check.name for check in CHECKS]
 NAME_WIDTH = max(map(len, NAMES))
 EXAMPLES = """\
-  everything, in a minute or two:
+  everything, in two minutes or so:
     mmtrain doctor
   one check again, after its remedy:
     mmtrain doctor --only memory

@@ -17,8 +17,8 @@ from mmtrain.model.llm.attention import (
     packed_attention,
     record_backends,
 )
+from mmtrain.model.llm.compiled import TOLERANCES
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # norm of the difference over the norm
 TOKENS = 1024
 DOCUMENTS = 9
 HEADS = 8

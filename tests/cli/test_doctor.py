@@ -20,7 +20,8 @@ from processes import running, wait_for
 from rank_runs import train
 
 from mmtrain.doctor import attention as doctor_attention
-from mmtrain.doctor.check import COMPARE, Check, FailedError, run_check
+from mmtrain.doctor.check import COMPARE, Check, FailedError, SkippedError, run_check
+from mmtrain.doctor.compiling import compiled_layer
 from mmtrain.doctor.machine import traps
 from mmtrain.doctor.runs import RECORD, SETTINGS, STEPS, demo, pipeline
 
@@ -199,6 +200,19 @@ def test_attention_that_sees_the_next_document_or_has_wrong_gradients_is_seen(
             FailedError, match=r"off separate documents, at most 0\.0001 is rounding"
         ):
             doctor_attention.attention(tmp_path)
+
+
+def test_a_machine_that_cannot_compile_layers_is_told_what_is_missing(tmp_path, monkeypatch):
+    def without_compiler(forward, *, dynamic):
+        def compiled(*arguments, **options):
+            raise RuntimeError("Failed to find C compiler")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    message = r"LlamaDecoderLayer: not compiled, .*Failed to find C compiler.*gcc"
+    with pytest.raises(SkippedError, match=message):
+        compiled_layer(tmp_path)
 
 
 def test_variables_that_break_what_runs_rely_on_are_named_and_others_are_not():

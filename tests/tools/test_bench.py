@@ -109,6 +109,7 @@ def test_growth_is_the_exponent_of_a_power():
         "data --samples 2000",
         "data --remote 5",
         "gpu --quick --shape tiny --device cpu --samples-per-pack 3",
+        "gpu --quick --shape tiny --device cpu --samples-per-pack 3 --row equal --compile",
     ],
 )
 def test_a_benchmark_runs(command, tmp_path):
@@ -116,6 +117,16 @@ def test_a_benchmark_runs(command, tmp_path):
     ran = ran_python(TOOLS / "bench" / "bench.py", *command.split(), "--json", file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert read_json(file)["machine"]
+
+
+@pytest.mark.nightly
+def test_a_layer_is_measured(tmp_path):
+    file = tmp_path / "layer.json"
+    ran = ran_python(
+        TOOLS / "bench" / "bench_layer.py", "--device", "cpu", "--quick", "--json", file
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {"eager", "compiled"} <= read_json(file)["layer"].keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -53,6 +53,9 @@ examples:
     python tools/bench/bench.py gpu --peak-tflops 989
   how a pipeline of four uses its devices:
     python tools/bench/bench.py gpu --row pipeline --pipeline 4 --microbatches 16
+  what compiling is worth, both within one call on one card:
+    python tools/bench/bench.py gpu --row equal --without-tuned --quick
+    python tools/bench/bench.py gpu --row equal --without-tuned --quick --compile
   does it run at all? no GPU needed, numbers without meaning:
     python tools/bench/bench.py gpu --quick --shape tiny --device cpu
 """
@@ -116,6 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="leave out the stock loop that recomputes nothing",
     )
     add("--peak-tflops", type=float, metavar="N", help="of the device, for utilisation (measured)")
+    add("--compile", action="store_true", help="compile mmtrain's layers (train.compile=true)")
     add("--quick", action="store_true", help="two repetitions of two micro-batches")
 
 
@@ -149,6 +153,7 @@ def run(options: argparse.Namespace) -> int:
         samples_per_pack=options.samples_per_pack,
         microbatches=2 if options.quick else options.microbatches,
         threads=threads,
+        compiles=options.compile,
     )
     device = gpus[0].name if gpus else "cpu"
     sizes = {"dtype": options.dtype, "shape": options.shape}
@@ -226,7 +231,7 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
             f"idle {statistics.fmean(found['idle']):.1%} of the "
             f"last step, {found['planned_idle']:.1%} as planned with assumed costs"
         )
-    print_info(*found["attention"])
+    print_info(*found["kernels"])
     return as_dict(numbers)
 
 

@@ -82,8 +82,9 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         script.model.vision_tower.load_state_dict(tower.state_dict())
         stage = shared_stage(script, config, device, plan.ranks[0].recompute_layers)
         tuned = with_shared_weights(script)
+        mmtrain = Mmtrain(config, plan, work.packed_batches(), device, {0: stage})
         contestants: dict[str, Contestant] = {
-            MMTRAIN: Mmtrain(config, plan, work.packed_batches(), device, {0: stage}),
+            MMTRAIN: mmtrain,
             SCRIPT: Stock(script, "script", work.padded_steps()),
         }
         if with_tuned:
@@ -94,7 +95,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         }
 
         def afterwards() -> dict[str, Any]:
-            return {"attention": describe_backends([stage.kernels])[1]}
+            return {"kernels": describe_backends([mmtrain.kernels])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -124,14 +125,13 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
         def afterwards() -> dict[str, Any]:
             idle = mmtrain.idle
             layers = [name for stage in mine.stages for name in stage.layers]
-            ways = {way for stage in stages.values() for way in stage.kernels}
             took = {"layers": layers, "planned_bytes": mine.total_bytes} | memory_of(
                 mmtrain.step, device
             )
             of_ranks: list[tuple[set[Backend], dict[str, Any]]] = [(set(), {})] * pipeline
-            dist.all_gather_object(of_ranks, (ways, took))
-            attention = describe_backends([ways for ways, _ in of_ranks])[1]
-            return {"ranks": [rank for _, rank in of_ranks], "idle": idle, "attention": attention}
+            dist.all_gather_object(of_ranks, (mmtrain.kernels, took))
+            kernels = describe_backends([ways for ways, _ in of_ranks])[1]
+            return {"ranks": [rank for _, rank in of_ranks], "idle": idle, "kernels": kernels}
 
         facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
         run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)

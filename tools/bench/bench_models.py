@@ -147,6 +147,7 @@ def run_config(
     threads: int,
     llm: str | None = None,
     calibration: Path | None = None,
+    compiles: bool = False,
 ) -> RunConfig:
     """Return mmtrain's configuration: a constant learning rate and no clipping, as its rivals have.
 
@@ -169,7 +170,7 @@ def run_config(
             "expected_text_tokens": shape.text_tokens,
             "expected_supervised_fraction": shape.text_tokens / shape.sample_tokens,
         },
-        "train": {"packs_per_step": microbatches, "max_steps": 1_000_000},
+        "train": {"packs_per_step": microbatches, "max_steps": 1_000_000, "compile": compiles},
         "optimizer": {
             "lr": LEARNING_RATE,
             "warmup_fraction": 0.0,

@@ -245,6 +245,7 @@ class Settings:
     microbatches: int  # of a step
     threads: int  # of a rank
     timeout_seconds: int = 600
+    compiles: bool = False  # layers of mmtrain
 
 
 class Work:
@@ -316,6 +317,7 @@ def make_config(
         threads=settings.threads,
         llm=llm,
         calibration=calibration,
+        compiles=settings.compiles,
     )
 
 

@@ -322,6 +322,7 @@ class Mmtrain:
         self._sums: Gradients = {}
         self._batches = batches if mine.pipeline == 0 else None
         self._engine = FrozenPipelineEngine(config, plan, stages, self._keep_gradients)
+        self.kernels = self._engine.kernels
 
     def step(self) -> float:
         result = self._engine.train_step(self._batches)
