@@ -12,7 +12,7 @@ from mmtrain.facts.projector import connector, connector_parameters
 from mmtrain.facts.shapes import matches_any
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.weights.streaming import StreamedLayers
-from mmtrain.model.weights.weight_sources import HostSource, PeerSource, QuantisedSource
+from mmtrain.model.weights.weight_sources import HostSource, PeerSource, quantised_source
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 
@@ -43,7 +43,7 @@ def streamed_layers(
             plan.streaming.weight_shards,
         )
         return StreamedLayers(PeerSource(sharing, device))
-    return StreamedLayers(QuantisedSource(source, device))
+    return StreamedLayers(quantised_source(source, device))
 
 
 def build_stages(

@@ -1,8 +1,8 @@
 """Weights of a decoder layer that are kept in fewer bits, and their size then, without torch.
 
-The matrices of linear layers and experts are quantised in blocks, each with a float32 scale (QLoRA,
-arXiv:2305.14314, quantises the scales, too). Norms, biases, adapters, routers and what a recurrent
-mixer has besides matrices are small and keep all bits.
+The matrices of linear layers and experts are quantised in blocks, fp8 in rows, each with a float32
+scale (QLoRA, arXiv:2305.14314, quantises the scales, too). Norms, biases, adapters, routers and
+what a recurrent mixer has besides matrices are small and keep all bits.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Literal
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.shapes import Shape
 
-Quantisation = Literal["nf4", "int8"]
+Quantisation = Literal["nf4", "int8", "fp8"]
 BLOCK = {"nf4": 64, "int8": 256}  # weights that share a scale
-BITS = {"nf4": 4, "int8": 8}
+BITS = {"nf4": 4, "int8": 8, "fp8": 8}
 _SMALL = re.compile(
     r"\.(gate|router|router\.layer|shared_expert_gate|conv1d|conv)\.weight$|\.A_log$"
 )
@@ -28,4 +28,5 @@ def is_quantised(name: str, shape: Shape) -> bool:
 
 def quantised_bytes(shape: Shape, quantisation: Quantisation) -> int:
     weights = math.prod(shape)
-    return -(-weights * BITS[quantisation] // 8) + _SCALE_BYTES * -(-weights // BLOCK[quantisation])
+    block = BLOCK.get(quantisation, shape[-1])
+    return -(-weights * BITS[quantisation] // 8) + _SCALE_BYTES * -(-weights // block)

@@ -19,6 +19,7 @@ from mmtrain.config.model import ModelSection
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.models import models_of
+from mmtrain.facts.quantised import BLOCK
 from mmtrain.model.probe import probe_encoder
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
@@ -103,7 +104,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 def refuse_missing_libraries(model: ModelSection, trackers: Sequence[str] = ()) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
     needed = [("run.report_to", name, name) for name in trackers]
-    if model.llm.quantize is not None:
+    if model.llm.quantize in BLOCK:
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
         spec = importlib.util.find_spec(library)

@@ -540,8 +540,8 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
         yield "from peers: pays only inside a machine with NVLink"
     if not set(BITS).isdisjoint(sources):
         yield (
-            f"{' and '.join(BITS)}: a quantised LLM, near {suggestion.config.model.llm.path}; "
-            "needs pip install 'mmtrain[quantize]'; these layouts come last"
+            f"{', '.join(BITS)}: a quantised LLM, near {suggestion.config.model.llm.path}; "
+            "nf4 and int8 need pip install 'mmtrain[quantize]'; these layouts come last"
         )
     if suggestion.by_hand:
         yield f"chosen by the planner, although CONFIG sets them: {', '.join(suggestion.by_hand)}"

@@ -150,7 +150,7 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
     free = {"pipeline", "data", "streamed_layers", "stream_from", "weight_shards"}
     given = load_config(config_file)
     every = candidates(given, 32, 4)
-    assert {x.get("model.llm.quantize") for x in every} == {None, "nf4", "int8"}
+    assert {x.get("model.llm.quantize") for x in every} == {None, "nf4", "int8", "fp8"}
     for changes in (x for x in every if "model.llm.quantize" not in x):
         config = load_config(config_file, as_options(changes))  # and so it is a valid one
         assert config.parallel.pipeline * config.parallel.data == 4
@@ -170,7 +170,7 @@ def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster(of_two)
     assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
     fastest = min(x.step_seconds for x in of_two.layouts if x.size.source not in BITS)
     assert all(x.step_seconds < fastest for x in of_two.layouts if x.size.source in BITS)
-    assert "nf4 and int8: a quantised LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
+    assert "nf4, int8, fp8: a quantised LLM, near lmsys/vicuna-7b-v1.5" in text(of_two)
 
 
 def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said(of_demo) -> None:

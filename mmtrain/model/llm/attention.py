@@ -512,6 +512,8 @@ _KERNELS = {
     "document": "documents one by one",
     "compiled": "compiled",
     "eager": "not compiled",
+    "fp8": "frozen matrices multiplied in FP8",
+    "dequantised": "frozen matrices dequantised",
 }
 _RECORD: ContextVar[set[Backend] | None] = ContextVar("record", default=None)
 

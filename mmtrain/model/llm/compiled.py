@@ -15,7 +15,7 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -31,49 +31,74 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.model.llm.attention import Backend
 from mmtrain.model.llm.last_layer import Forward
+from mmtrain.model.weights.fp8 import Fp8Linears
+from mmtrain.model.weights.streaming import StreamedLayer
 
 # relative to eager: the norm of the difference over the norm
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 LEAST_FACTOR = 1.03  # less is within the noise of a GPU's clock
+# results of a layer by FP8 products are off those of its dequantised weights by 1 to 6%
+FP8_TOLERANCES = dict.fromkeys(TOLERANCES, 0.15)
 requires_grad = operator.attrgetter("requires_grad")
 PAIRS = 3  # timed runs of each layer, eager and compiled in turn
 
 
 class LayerCode:
-    """The forward of all layers of one class: stock, or compiled after a trial that it passed."""
+    """The forward of all layers of one class: stock, or other code after a trial that it passed."""
 
     def __init__(self, kind: type[nn.Module], *, trains: bool) -> None:
         """`trains`: gradients pass through the layers, whose input always has one shape."""
         self.kind = kind
         self.trains = trains
-        self.stock = kind.forward
+        self.forward = kind.forward
         self.compiled = torch.compile(kind.forward, dynamic=not trains)
-        self.is_used = False
+        self.linears: dict[nn.Module, Fp8Linears] = {}
+        """Those of each layer that is kept in FP8."""
         self.trial: Trial | None = None
 
     def run(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         if self.trial is not None:
             self.trial.run(layer, *arguments, **options)
-        forward = self.stock
-        if self.is_used:
-            forward = self.compiled
-        return forward(layer, *arguments, **options)
+        return self.forward(layer, *arguments, **options)
+
+    @property
+    def may_multiply(self) -> bool:
+        """Whether the class is compiled, and kept in FP8."""
+        return bool(self.linears) and self.forward is self.compiled
+
+    def multiplied(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
+        """Run compiled code that multiplies by what is kept in FP8."""
+        linears = self.linears[layer]
+        linears.multiply()
+        try:
+            return self.compiled(layer, *arguments, **options)
+        finally:
+            linears.dequantise()
 
 
 class Trial:
-    """A comparison of the layers of one class, compiled, with eager ones: results and seconds."""
+    """A comparison of other code of a class's layers with that in use: results and seconds."""
 
-    def __init__(self, code: LayerCode, *, is_timed: bool) -> None:
+    def __init__(
+        self,
+        code: LayerCode,
+        candidate: Forward,
+        tolerances: Mapping[torch.dtype, float],
+        *,
+        is_timed: bool,
+    ) -> None:
         self._code = code
+        self._candidate = candidate
+        self._tolerances = tolerances
         self._pairs = 0
         if is_timed:
             self._pairs = PAIRS
-        self._eager: list[float] = []
-        self._compiled: list[float] = []
+        self._used_seconds: list[float] = []
+        self._candidate_seconds: list[float] = []
         self._compile_seconds = 0.0
         self._graphs = 0
         self.reason: str | None = None
-        """Why the class stays eager."""
+        """Why the class stays as it is."""
 
     def run(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
         """Compare one layer on the arguments of its call, unless its class has failed."""
@@ -83,43 +108,47 @@ class Trial:
         def call(forward: Forward, *, trains: bool = self._code.trains) -> list[Tensor]:
             return outcome(forward, layer, *arguments, trains=trains, **options)
 
-        stock = self._code.stock
-        compiled = self._code.compiled
+        used = self._code.forward
+        candidate = self._candidate
         try:
             # without gradients it is other code, which evaluations run
-            expected = call(stock) + call(stock, trains=False)
+            expected = call(used) + call(used, trains=False)
             graphs = counters["stats"]["unique_graphs"]
             began = time.perf_counter()
             # else torch would run the variants of a class that are too many eagerly, in silence
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                ours = call(compiled) + call(compiled, trains=False)
+                ours = call(candidate) + call(candidate, trains=False)
             seconds = time.perf_counter() - began
             self._compile_seconds = max(self._compile_seconds, seconds)
             self._graphs += counters["stats"]["unique_graphs"] - graphs
-            self.reason = disagreement(ours, expected)
+            self.reason = disagreement(ours, expected, self._tolerances)
             for _ in range(self._pairs):
-                self._eager.append(seconds_of(lambda: call(stock), expected[0].device))
-                self._compiled.append(seconds_of(lambda: call(compiled), expected[0].device))
+                self._used_seconds.append(seconds_of(lambda: call(used), layer))
+                self._candidate_seconds.append(seconds_of(lambda: call(candidate), layer))
         except Exception as error:  # compilers raise what they like
             text = escape(str(error).strip().partition("\n")[0], 200)
             self.reason = text or type(error).__name__
 
-    def end(self) -> Backend:
-        """Let the class run compiled if that is right and, where timed, faster."""
+    def end(self, passed: str, failed: str) -> Backend:
+        """Let the class run the other code if that is right and, where timed, faster.
+
+        Returns the kernel `passed` or `failed`.
+        """
         code = self._code
         code.trial = None
         factor = None
         if self.reason is None and not self._graphs:
             self.reason = "torch runs all of their code eagerly"
         if self.reason is None and self._pairs:
-            factor = statistics.median(self._eager) / statistics.median(self._compiled)
+            used = statistics.median(self._used_seconds)
+            factor = used / statistics.median(self._candidate_seconds)
             if factor < LEAST_FACTOR:
-                self.reason = f"compiled they take {1 / factor:.2f} times as long"
-        code.is_used = self.reason is None
+                self.reason = f"they would take {1 / factor:.2f} times as long"
         name = code.kind.__name__
-        if not code.is_used:
-            return Backend(name, "eager", self.reason, slow=factor is None)
-        return Backend(name, "compiled", factor=factor, seconds=self._compile_seconds)
+        if self.reason is not None:
+            return Backend(name, failed, self.reason, slow=factor is None)
+        code.forward = self._candidate
+        return Backend(name, passed, factor=factor, seconds=self._compile_seconds)
 
 
 def outcome(
@@ -145,17 +174,22 @@ def outcome(
     return [output.detach(), *gradients]
 
 
-def disagreement(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+def disagreement(
+    ours: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    tolerances: Mapping[torch.dtype, float],
+) -> str | None:
     """Tell how far results are off expected ones, if that is more than rounding; NaN is."""
     for one, other in zip(ours, expected, strict=True):
         size = float(torch.linalg.vector_norm(other, dtype=torch.float32))
         difference = float(torch.linalg.vector_norm(one - other, dtype=torch.float32))
-        if not difference <= TOLERANCES[other.dtype] * size:
-            return f"compiled they are wrong: {difference:.1e} off results of norm {size:.1e}"
+        if not difference <= tolerances[other.dtype] * size:
+            return f"they would be wrong: {difference:.1e} off results of norm {size:.1e}"
     return None
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], layer: nn.Module) -> float:
+    device = next(layer.parameters()).device
     began = time_mark(device)
     work()
     return seconds_between(began, time_mark(device))
@@ -191,28 +225,60 @@ class Compiler:
         inductor.compile_threads = torch.get_num_threads()
         inductor.deterministic = deterministic
 
-    def around(self, layer: nn.Module, *, trains: bool = True) -> Callable[..., Any]:
-        """Return a layer's forward that is compiled where its class is."""
+    def around(
+        self,
+        layer: nn.Module,
+        streamed: StreamedLayer | None = None,
+        *,
+        trains: bool = True,
+    ) -> Callable[..., Any]:
+        """Return a layer's forward by the code of its class; `streamed` may keep it in FP8."""
         kind = type(layer)
         if kind not in self._codes:
             self._codes[kind] = LayerCode(kind, trains=trains)
-        return functools.partial(self._codes[kind].run, layer)
+        code = self._codes[kind]
+        if streamed is not None and streamed.source.name == "fp8":
+            code.linears[layer] = Fp8Linears(layer, streamed)
+        return functools.partial(code.run, layer)
 
     def choose(self, run_layers: Callable[[], None]) -> set[Backend]:
         """Try every class while `run_layers` runs all layers, and return what computes it.
 
         Raises UserError where a class must be compiled and cannot be.
         """
-        for code in self._codes.values():
-            code.trial = Trial(code, is_timed=self._is_timed)
+        codes = self._codes.values()
+        for code in codes:
+            code.trial = self._trial(code, code.compiled, TOLERANCES)
         run_layers()
         chosen = set()
-        for code in self._codes.values():
-            backend = code.trial.end()
+        for code in codes:
+            backend = code.trial.end("compiled", "eager")
             if self._mode is True and backend.reason is not None:
                 raise UserError(
                     f"train.compile: {backend.layers} cannot be compiled here: {backend.reason}. "
                     "Set train.compile=auto or false; mmtrain doctor tries the compiler"
                 )
             chosen.add(backend)
+
+        quantised = list(filter(operator.attrgetter("may_multiply"), codes))
+        for code in quantised:
+            code.trial = self._trial(code, code.multiplied, FP8_TOLERANCES)
+        if quantised:
+            run_layers()
+        for code in quantised:
+            backend = code.trial.end("fp8", "dequantised")
+            chosen.add(backend)
+            if backend.reason is None:
+                code.forward = code.compiled
+                for linears in code.linears.values():
+                    linears.multiply()
+                    linears.leave_quantised()
         return chosen
+
+    def _trial(
+        self,
+        code: LayerCode,
+        candidate: Forward,
+        tolerances: Mapping[torch.dtype, float],
+    ) -> Trial:
+        return Trial(code, candidate, tolerances, is_timed=self._is_timed)

@@ -314,6 +314,9 @@ class DecoderLayers(nn.Module):
         self._has_mixers = False
         for i, layer in enumerate(layers):
             vars(layer).pop("forward", None)
+            fetched = None
+            if self.streamed is not None:
+                fetched = self.streamed.layers.get(self.first + i)
             mixers = mixers_of(layer)
             self._has_mixers = self._has_mixers or bool(mixers)
             for mixer in mixers:
@@ -324,12 +327,12 @@ class DecoderLayers(nn.Module):
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
             else:
                 if self._compiler is not None:
-                    layer.forward = self._compiler.around(layer)
+                    layer.forward = self._compiler.around(layer, fetched)
                 if i < self._recomputed:
                     recompute = recomputing_on_documents if mixers else recomputing
                     layer.forward = recompute(layer.forward)
             # around all of it
-            if self.streamed is not None and self.first + i in self.streamed.layers:
+            if fetched is not None:
                 layer.forward = self.streamed.around(self.first + i, layer.forward)
 
 

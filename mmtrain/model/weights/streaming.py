@@ -92,6 +92,7 @@ class StreamedLayer:
         room: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """The layer is whole until `let_go`. `room` says where its buffer's memory comes from."""
+        self.source = source
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
         self.homes = []  # views of the buffer, one for each parameter
@@ -115,6 +116,8 @@ class StreamedLayer:
         self.kept = source.keep(self)
         self._room = room
         self.wait: Wait | None = None
+        self.unfetched: set[int] = set()
+        """Places of parameters that compute as they are kept."""
 
     def make_room(self) -> None:
         """Give the buffer memory, of unknown contents."""

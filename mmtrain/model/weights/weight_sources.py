@@ -3,7 +3,8 @@
 host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
            the ranks of a machine that stream the same layers
 peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
-nf4, int8  codes and scales of bitsandbytes on the device; a fetch dequantises
+nf4, int8, fp8  codes and scales on the device; a fetch dequantises, unless FP8 is multiplied as it
+           is
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.facts.quantised import BLOCK, Quantisation, is_quantised
 from mmtrain.model.weights.fingerprint import fingerprint
+from mmtrain.model.weights.fp8 import cast
 from mmtrain.model.weights.streaming import SideStream, Source, StreamedLayer, Wait
 from mmtrain.plan.instructions import ALIGNMENT
 
@@ -179,8 +181,8 @@ def _mapped(process: int, file: int, size: int) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A kept parameter: codes (uint8) with bitsandbytes' `state`, or the parameter itself without
-    one.
+    """A kept parameter: codes with bitsandbytes' `state`, or FP8's scales, or the parameter itself
+    without one.
     """
 
     codes: Tensor
@@ -196,52 +198,46 @@ class QuantisedSource(Source):
 
     is_exact = False
 
-    def __init__(
-        self,
-        quantisation: Quantisation,
-        device: torch.device,
-    ) -> None:
-        import bitsandbytes.functional  # an extra, and it takes a second
-
+    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
         super().__init__(device)
         self.name = self.quantisation = quantisation
-        self._library = bitsandbytes.functional
         self._beside = SideStream(device)
 
-    def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
-        return list(map(self._quantised, layer.names, layer.parameters))
+    def _quantise(self, weight: Tensor) -> tuple[Tensor, Any]:
+        """Return codes and state."""
+        raise NotImplementedError
+
+    def _dequantise(self, codes: Tensor, state: Any, home: Tensor) -> None:
+        """Fill a parameter's memory."""
+        raise NotImplementedError
+
+    def _scales(self, state: Any) -> Tensor:
+        raise NotImplementedError
 
     @torch.no_grad()
-    def _quantised(self, name: str, parameter: Tensor) -> Codes:
-        if not is_quantised(name, tuple(parameter.shape)):
-            return Codes(parameter.detach().clone(), None)
-        weight = parameter.detach()
-        block = BLOCK[self.quantisation]
-        if self.quantisation == "nf4":
-            made = self._library.quantize_4bit(
-                weight,
-                blocksize=block,
-                quant_type="nf4",
-            )
-        else:
-            made = self._library.quantize_blockwise(weight, blocksize=block)
-        return Codes(*made)
+    def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
+        kept = []
+        for name, parameter in zip(layer.names, layer.parameters, strict=True):
+            weight = parameter.detach()
+            if is_quantised(name, tuple(weight.shape)):
+                kept.append(Codes(*self._quantise(weight)))
+            else:
+                kept.append(Codes(weight.clone(), None))
+        return kept
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return self._beside.run(lambda: self._fill(layer))
 
     @torch.no_grad()
     def _fill(self, layer: StreamedLayer) -> None:
-        dequantize = self._library.dequantize_blockwise
-        if self.quantisation == "nf4":
-            dequantize = self._library.dequantize_4bit
-        for (codes, state), home in zip(layer.kept, layer.homes, strict=True):
+        pairs = zip(layer.kept, layer.homes, strict=True)
+        for place, ((codes, state), home) in enumerate(pairs):
+            if place in layer.unfetched:
+                continue
             if state is None:
                 home.copy_(codes)
-            elif home.device.type == "cuda":
-                dequantize(codes, state, out=home)
-            else:  # on a CPU it has no `out`
-                home.copy_(dequantize(codes, state))
+            else:
+                self._dequantise(codes, state, home)
 
     def fingerprints(self, layer: StreamedLayer) -> list[str]:
         return [self._fingerprint(codes, state) for codes, state in layer.kept]
@@ -249,5 +245,52 @@ class QuantisedSource(Source):
     def _fingerprint(self, codes: Tensor, state: Any) -> str:
         if state is None:
             return fingerprint(codes)
-        text = f"{self.quantisation} {fingerprint(codes)} {fingerprint(state.absmax)}"
+        text = f"{self.quantisation} {fingerprint(codes)} {fingerprint(self._scales(state))}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+class BlockSource(QuantisedSource):
+    """A store of bitsandbytes' codes, in blocks with a scale each."""
+
+    def __init__(self, quantisation: Quantisation, device: torch.device) -> None:
+        import bitsandbytes.functional  # an extra, and it takes a second
+
+        super().__init__(quantisation, device)
+        self._library = bitsandbytes.functional
+
+    def _quantise(self, weight: Tensor) -> tuple[Tensor, Any]:
+        block = BLOCK[self.quantisation]
+        if self.quantisation == "nf4":
+            return self._library.quantize_4bit(weight, blocksize=block, quant_type="nf4")
+        return self._library.quantize_blockwise(weight, blocksize=block)
+
+    def _dequantise(self, codes: Tensor, state: Any, home: Tensor) -> None:
+        dequantize = self._library.dequantize_blockwise
+        if self.quantisation == "nf4":
+            dequantize = self._library.dequantize_4bit
+        if home.device.type == "cuda":
+            dequantize(codes, state, out=home)
+        else:  # on a CPU it has no `out`
+            home.copy_(dequantize(codes, state))
+
+    def _scales(self, state: Any) -> Tensor:
+        return state.absmax
+
+
+class Fp8Source(QuantisedSource):
+    """A store of FP8 codes with a scale for each row; compiled layers may multiply by them."""
+
+    def _quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return cast(weight)
+
+    def _dequantise(self, codes: Tensor, state: Tensor, home: Tensor) -> None:
+        home.copy_(codes).mul_(state)
+
+    def _scales(self, state: Tensor) -> Tensor:
+        return state
+
+
+def quantised_source(quantisation: Quantisation, device: torch.device) -> QuantisedSource:
+    if quantisation == "fp8":
+        return Fp8Source(quantisation, device)
+    return BlockSource(quantisation, device)

@@ -28,7 +28,7 @@ from mmtrain.model.llm.language import causal_config, slice_of
 from mmtrain.model.llm.tiny import draw_scales, tiny_model
 from mmtrain.model.trained.lora import add_adapters
 from mmtrain.model.weights.streaming import StreamedLayers
-from mmtrain.model.weights.weight_sources import HostSource, QuantisedSource
+from mmtrain.model.weights.weight_sources import HostSource, quantised_source
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -146,8 +146,8 @@ def test_a_stage_computes_compiled_what_it_computes_eagerly(
         config = causal_config(tmp_path, mrope=True)
     elif "streamed" in way:
         streamed = StreamedLayers(HostSource(CPU))
-    elif way in ("nf4", "int8"):
-        streamed = StreamedLayers(QuantisedSource(way, CPU))
+    elif way in ("nf4", "int8", "fp8"):
+        streamed = StreamedLayers(quantised_source(way, CPU))
     model = tiny_model(config, 0)
     part = slice_of(model, 0, LAYERS, embedding=True, head=True, streamed=streamed)
     if "LoRA" in way:
@@ -220,6 +220,66 @@ def test_a_frozen_layers_backward_has_as_many_products_as_its_forward(tmp_path, 
     assert products == {"forward": 7, "backward": 7, "evaluation": 7}
 
 
+@pytest.mark.parametrize("family", sweep(("llama", "gemma2", "qwen3_moe"), ("llama",)))
+def test_layers_kept_in_fp8_are_multiplied_in_fp8_where_all_but_rounding_agrees(
+    family, tmp_path, monkeypatch
+):
+    compile_with_it = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_with_it)
+    # of more layers than torch keeps variants
+    config = family_config(family, num_hidden_layers=9)
+    streamed = StreamedLayers(quantised_source("fp8", CPU))
+    part = slice_of(tiny_model(config, 0), 0, 9, embedding=True, head=True, streamed=streamed)
+
+    def run_once():
+        part(torch.randn(2, 38, part.hidden_size), positions(BATCHES[0]))
+        streamed.end()
+
+    expected = outcomes(part, part, BATCHES)
+    chosen = choose(part, run_once, tmp_path)
+    assert {way.kernel for way in chosen} == {"compiled", "fp8"}
+    graphs = counters["stats"]["unique_graphs"]
+    with compiling():
+        ours = outcomes(part, part, BATCHES)
+    assert counters["stats"]["unique_graphs"] == graphs
+    for one, other in zip(ours, expected, strict=True):
+        # of 9 layers
+        assert 0.01 < (one - other).norm() / other.norm() < 0.25
+    # another number of tokens is computed eagerly, by the same products
+    hidden = torch.randn(1, 5, part.hidden_size)
+    assert part(hidden, torch.arange(5)[None]).isfinite().all()
+    streamed.end()
+
+
+@pytest.mark.parametrize("fault", ["wrong scales", "no such kernel"])
+def test_wrong_products_in_fp8_leave_the_weights_dequantised(fault, tmp_path, monkeypatch):
+    compile_with_it = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_with_it)
+    product = torch._scaled_mm
+
+    def faulty(*arguments, **options):
+        if fault == "no such kernel":
+            raise RuntimeError("torch._scaled_mm is only supported on 8.9")
+        options["scale_b"] = options["scale_b"] * 1.3
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", faulty)
+    streamed = StreamedLayers(quantised_source("fp8", CPU))
+    model = tiny_model(family_config("llama", num_hidden_layers=2), 0)
+    part = slice_of(model, 0, 2, embedding=True, head=True, streamed=streamed)
+
+    def run_once():
+        part(torch.randn(2, 38, part.hidden_size), positions(BATCHES[0]))
+        streamed.end()
+
+    expected = outcomes(part, part, BATCHES[:1])
+    chosen = {way.kernel: way for way in choose(part, run_once, tmp_path)}
+    assert chosen.keys() == {"compiled", "dequantised"}
+    reason = {"wrong scales": "they would be wrong", "no such kernel": "only supported on 8.9"}
+    assert reason[fault] in chosen["dequantised"].reason
+    assert_equal_within(1e-4, outcomes(part, part, BATCHES[:1]), expected)
+
+
 @pytest.fixture
 def part():
     config = CONFIG_MAPPING["llama"](num_hidden_layers=2)
@@ -280,10 +340,10 @@ def plant(monkeypatch, fault):
 
 
 FAULTS = {
-    wrong_result: r"compiled they are wrong: .* off results of norm",
-    not_a_number: r"compiled they are wrong: nan off results of norm",
-    wrong_gradient: r"compiled they are wrong: .* off results of norm",
-    slower: r"compiled they take [\d.]+ times as long",
+    wrong_result: r"they would be wrong: .* off results of norm",
+    not_a_number: r"they would be wrong: nan off results of norm",
+    wrong_gradient: r"they would be wrong: .* off results of norm",
+    slower: r"they would take [\d.]+ times as long",
     left_eager: r"torch runs all of their code eagerly",
     raises: r"Failed to find C compiler\.\\x1b\[2J$",
 }

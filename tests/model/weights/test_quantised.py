@@ -17,8 +17,9 @@ from mmtrain.model.llm.attention import ATTENTION, document_positions
 from mmtrain.model.llm.bookends import decoder_layers
 from mmtrain.model.llm.language import load_decoder_layers
 from mmtrain.model.llm.tiny import VOCABULARY, tiny_model
+from mmtrain.model.weights.fp8 import Fp8Linears, Product, cast
 from mmtrain.model.weights.streaming import StreamedLayers
-from mmtrain.model.weights.weight_sources import QuantisedSource
+from mmtrain.model.weights.weight_sources import quantised_source
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +60,15 @@ def through(weight, quantisation):
             weight, blocksize=64, compress_statistics=False, quant_type="nf4"
         )
         return bnb.dequantize_4bit(codes, state)
+    if quantisation == "fp8":
+        scales = weight.float().abs().amax(-1, keepdim=True) / 448
+        return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
     return bnb.dequantize_blockwise(*bnb.quantize_blockwise(weight, blocksize=256))
 
 
 def streamed_model(folder, dtype, quantisation):
     """All of a causal LM as one slice whose layers are quantised."""
-    streamed = StreamedLayers(QuantisedSource(quantisation, CPU))
+    streamed = StreamedLayers(quantised_source(quantisation, CPU))
     ends = {"embedding": True, "head": True, "dtype": dtype}
     return load_decoder_layers(
         str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS)
@@ -94,7 +98,7 @@ def of_stock(model, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("quantisation", ["nf4", "int8"])
+@pytest.mark.parametrize("quantisation", ["nf4", "int8", "fp8"])
 def test_outputs_and_gradients_are_those_of_the_stock_model_with_the_same_weights(
     checkpoint, quantisation, dtype
 ):
@@ -110,7 +114,7 @@ def test_outputs_and_gradients_are_those_of_the_stock_model_with_the_same_weight
     assert all(state is not None for codes, state in kept if codes.dtype == torch.uint8)
 
 
-@pytest.mark.parametrize("quantisation", ["nf4", "int8"])
+@pytest.mark.parametrize("quantisation", ["nf4", "int8", "fp8"])
 def test_what_is_kept_takes_the_bytes_that_are_planned(tmp_path, quantisation):
     config = CONFIG_MAPPING["llama"](num_hidden_layers=LAYERS)
     tiny_model(config, seed=0).save_pretrained(tmp_path)
@@ -120,7 +124,8 @@ def test_what_is_kept_takes_the_bytes_that_are_planned(tmp_path, quantisation):
             if state is None:
                 assert parameter.ndim == 1 and codes.nbytes == 2 * parameter.numel()
             else:
-                assert codes.nbytes + state.absmax.nbytes == quantised_bytes(
+                scales = getattr(state, "absmax", state)
+                assert codes.nbytes + scales.nbytes == quantised_bytes(
                     tuple(parameter.shape), quantisation
                 )
 
@@ -128,15 +133,67 @@ def test_what_is_kept_takes_the_bytes_that_are_planned(tmp_path, quantisation):
 def test_a_fingerprint_is_of_codes_and_scales(tmp_path):
     tiny_model(CONFIG_MAPPING["llama"](num_hidden_layers=LAYERS), seed=0).save_pretrained(tmp_path)
     prints = {}
-    for quantisation in ("nf4", "int8"):
+    for quantisation in ("nf4", "int8", "fp8"):
         streamed = streamed_model(tmp_path, torch.float32, quantisation).streamed
         layer = streamed.layers[0]
         prints[quantisation] = streamed.source.fingerprints(layer)
         place = next(i for i, name in enumerate(layer.names) if name.endswith("q_proj.weight"))
-        layer.kept[place].state.absmax[0] *= 2
+        state = layer.kept[place].state
+        getattr(state, "absmax", state)[0] *= 2
         assert [
             a != b
             for a, b in zip(prints[quantisation], streamed.source.fingerprints(layer), strict=True)
         ] == [i == place for i in range(len(layer.names))]
-    same = [a == b for a, b in zip(*prints.values(), strict=True)]
+    same = [a == b == c for a, b, c in zip(*prints.values(), strict=True)]
     assert same == [name.endswith("layernorm.weight") for name in layer.names]
+
+
+def rounded(rows):
+    """Return what FP8 keeps of rows, in float32, by its definition."""
+    scales = rows.abs().amax(-1, keepdim=True).float() / 448
+    return (rows.float() / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fp8_products_are_those_of_rounded_factors_in_both_directions(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator)
+    # of channels that differ a thousandfold, and rows of zeros
+    weight *= torch.logspace(-2, 1, 48)[:, None]
+    x = torch.randn(37, 64, generator=generator).to(dtype)
+    x[5] = 0
+    upstream = torch.randn(37, 48, generator=generator).to(dtype)
+    codes, scales = cast(weight)
+    x.requires_grad_()
+    product = Product.apply(x, codes, scales)
+    (gradient,) = torch.autograd.grad(product, x, upstream)
+    assert product.dtype == gradient.dtype == dtype
+    dequantised = codes.float() * scales
+    factors = (rounded(x.detach().nan_to_num()).nan_to_num(), dequantised.t())
+    turned = (rounded(upstream.float() * scales.t()), codes.float())
+    for ours, expected in ((product, factors[0] @ factors[1]), (gradient, turned[0] @ turned[1])):
+        assert (ours.float() - expected).norm() <= 4e-3 * expected.norm()  # a result is bfloat16
+    exact = upstream.float() @ weight
+    assert (gradient.float() - exact).norm() <= 0.06 * exact.norm()
+
+
+def test_a_weight_that_is_multiplied_in_fp8_is_never_made_whole(tmp_path):
+    tiny_model(CONFIG_MAPPING["llama"](num_hidden_layers=LAYERS), seed=0).save_pretrained(tmp_path)
+    part = streamed_model(tmp_path, torch.float32, "fp8")
+    streamed = part.streamed
+    layer = decoder_layers(part.model)[2]
+    before = streamed.source.fingerprints(streamed.layers[2])
+    linears = Fp8Linears(layer, streamed.layers[2])
+    with streamed.whole(2):
+        expected = layer.mlp(hidden := torch.randn(9, 64))
+        linears.multiply()
+        linears.leave_quantised()
+        streamed.layers[2].buffer.fill_(0xFF)  # a fetch would fill it
+    with streamed.whole(2) as kept:
+        ours = layer.mlp(hidden)
+        whole = [i for i, name in enumerate(kept.names) if name.endswith("layernorm.weight")]
+        assert kept.unfetched == set(range(len(kept.names))) - set(whole)
+    assert 1e-3 < (ours - expected).norm() / expected.norm() < 0.1
+    assert streamed.source.fingerprints(streamed.layers[2]) == before
+    linears.dequantise()
+    assert type(layer.mlp.up_proj) is nn.Linear
