@@ -25,6 +25,7 @@ import torch._dynamo
 import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import cache_dir
 
 from mmtrain.base.devices import seconds_between, time_mark
 from mmtrain.base.errors import UserError
@@ -40,18 +41,20 @@ LEAST_FACTOR = 1.03  # less is within the noise of a GPU's clock
 # results of a layer by FP8 products are off those of its dequantised weights by 1 to 6%
 FP8_TOLERANCES = dict.fromkeys(TOLERANCES, 0.15)
 requires_grad = operator.attrgetter("requires_grad")
-PAIRS = 3  # timed runs of each layer, eager and compiled in turn
+PAIRS = 3  # timed runs of each layer, old code and new in turn
 
 
 class LayerCode:
     """The forward of all layers of one class: stock, or other code after a trial that it passed."""
 
-    def __init__(self, kind: type[nn.Module], *, trains: bool) -> None:
-        """`trains`: gradients pass through the layers, whose input always has one shape."""
+    def __init__(self, kind: type[nn.Module], *, pairs: int = 0, trains: bool = True) -> None:
+        """`pairs`: timed runs of each layer, old code and new in turn. `trains`: gradients pass
+        through the layers, whose input always has one shape.
+        """
         self.kind = kind
+        self.pairs = pairs
         self.trains = trains
         self.forward = kind.forward
-        self.compiled = torch.compile(kind.forward, dynamic=not trains)
         self.linears: dict[nn.Module, Fp8Linears] = {}
         """Those of each layer that is kept in FP8."""
         self.trial: Trial | None = None
@@ -61,10 +64,12 @@ class LayerCode:
             self.trial.run(layer, *arguments, **options)
         return self.forward(layer, *arguments, **options)
 
-    @property
-    def may_multiply(self) -> bool:
-        """Whether the class is compiled, and kept in FP8."""
-        return bool(self.linears) and self.forward is self.compiled
+    @functools.cached_property
+    def _compiled(self) -> Forward:
+        return torch.compile(self.kind.forward, dynamic=not self.trains)
+
+    def compiled(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
+        return self._compiled(layer, *arguments, **options)
 
     def multiplied(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         """Run compiled code that multiplies by what is kept in FP8."""
@@ -84,15 +89,10 @@ class Trial:
         code: LayerCode,
         candidate: Forward,
         tolerances: Mapping[torch.dtype, float],
-        *,
-        is_timed: bool,
     ) -> None:
         self._code = code
         self._candidate = candidate
         self._tolerances = tolerances
-        self._pairs = 0
-        if is_timed:
-            self._pairs = PAIRS
         self._used_seconds: list[float] = []
         self._candidate_seconds: list[float] = []
         self._compile_seconds = 0.0
@@ -111,6 +111,9 @@ class Trial:
         used = self._code.forward
         candidate = self._candidate
         try:
+            # What lies there is executed. Torch's own folder is a temporary one with a known name.
+            folder = Path(cache_dir())
+            folder.chmod(0o700)
             # without gradients it is other code, which evaluations run
             expected = call(used) + call(used, trains=False)
             graphs = counters["stats"]["unique_graphs"]
@@ -122,7 +125,7 @@ class Trial:
             self._compile_seconds = max(self._compile_seconds, seconds)
             self._graphs += counters["stats"]["unique_graphs"] - graphs
             self.reason = disagreement(ours, expected, self._tolerances)
-            for _ in range(self._pairs):
+            for _ in range(self._code.pairs):
                 self._used_seconds.append(seconds_of(lambda: call(used), layer))
                 self._candidate_seconds.append(seconds_of(lambda: call(candidate), layer))
         except Exception as error:  # compilers raise what they like
@@ -139,7 +142,7 @@ class Trial:
         factor = None
         if self.reason is None and not self._graphs:
             self.reason = "torch runs all of their code eagerly"
-        if self.reason is None and self._pairs:
+        if self.reason is None and self._used_seconds:
             used = statistics.median(self._used_seconds)
             factor = used / statistics.median(self._candidate_seconds)
             if factor < LEAST_FACTOR:
@@ -215,11 +218,10 @@ class Compiler:
         `deterministic`: no time decides, so that a resumed run chooses alike.
         """
         self._mode = mode
-        self._is_timed = mode == "auto" and not deterministic
+        self._pairs = 0
+        if mode == "auto" and not deterministic:
+            self._pairs = PAIRS
         self._codes: dict[type[nn.Module], LayerCode] = {}
-        # What lies there is executed. Torch's own folder is a temporary one with a known name.
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         inductor = torch._inductor.config
         inductor.compile_threads = torch.get_num_threads()
@@ -235,7 +237,7 @@ class Compiler:
         """Return a layer's forward by the code of its class; `streamed` may keep it in FP8."""
         kind = type(layer)
         if kind not in self._codes:
-            self._codes[kind] = LayerCode(kind, trains=trains)
+            self._codes[kind] = LayerCode(kind, pairs=self._pairs, trains=trains)
         code = self._codes[kind]
         if streamed is not None and streamed.source.name == "fp8":
             code.linears[layer] = Fp8Linears(layer, streamed)
@@ -248,7 +250,7 @@ class Compiler:
         """
         codes = self._codes.values()
         for code in codes:
-            code.trial = self._trial(code, code.compiled, TOLERANCES)
+            code.trial = Trial(code, code.compiled, TOLERANCES)
         run_layers()
         chosen = set()
         for code in codes:
@@ -259,26 +261,18 @@ class Compiler:
                     "Set train.compile=auto or false; mmtrain doctor tries the compiler"
                 )
             chosen.add(backend)
+            if backend.reason is None and code.linears:
+                code.trial = Trial(code, code.multiplied, FP8_TOLERANCES)
 
-        quantised = list(filter(operator.attrgetter("may_multiply"), codes))
-        for code in quantised:
-            code.trial = self._trial(code, code.multiplied, FP8_TOLERANCES)
-        if quantised:
-            run_layers()
-        for code in quantised:
+        # again, for classes whose frozen matrices may be multiplied as they are kept
+        run_layers()
+        for code in codes:
+            if code.trial is None:
+                continue
             backend = code.trial.end("fp8", "dequantised")
             chosen.add(backend)
             if backend.reason is None:
                 code.forward = code.compiled
                 for linears in code.linears.values():
                     linears.multiply()
-                    linears.leave_quantised()
         return chosen
-
-    def _trial(
-        self,
-        code: LayerCode,
-        candidate: Forward,
-        tolerances: Mapping[torch.dtype, float],
-    ) -> Trial:
-        return Trial(code, candidate, tolerances, is_timed=self._is_timed)

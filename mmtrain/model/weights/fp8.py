@@ -87,16 +87,13 @@ class Fp8Linears:
                 self._linears.append((module, place))
 
     def multiply(self) -> None:
-        """Multiply in FP8 from now on."""
-        for module, _ in self._linears:
+        """Multiply in FP8 from now on; fetches leave the weights out."""
+        for module, place in self._linears:
             module.__class__ = _Multiplied
+            self._streamed.unfetched.add(place)
 
     def dequantise(self) -> None:
-        """Multiply by dequantised weights again."""
+        """Multiply by weights again, which the next fetch dequantises."""
         for module, _ in self._linears:
             module.__class__ = nn.Linear
-
-    def leave_quantised(self) -> None:
-        """Fetch these weights no more."""
-        for _, place in self._linears:
-            self._streamed.unfetched.add(place)
+        self._streamed.unfetched.clear()

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 from families import FAMILIES, family_config
+from scenes import save_native_vision
 from sweeps import sweep
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -23,6 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
 from mmtrain.facts.families import canonical_name
+from mmtrain.facts.shapes import vision_shape
+from mmtrain.model.encoder.vision import load_vision, made_up_encoder
 from mmtrain.model.llm.compiled import Compiler, compiling
 from mmtrain.model.llm.language import causal_config, slice_of
 from mmtrain.model.llm.tiny import draw_scales, tiny_model
@@ -220,6 +223,47 @@ def test_a_frozen_layers_backward_has_as_many_products_as_its_forward(tmp_path, 
     assert products == {"forward": 7, "backward": 7, "evaluation": 7}
 
 
+# native encoders take pictures of any shape, each call another number of cells
+PICTURES = (((2, 3), (3, 2)), ((1, 4), (2, 2), (3, 3)), ((4, 2), (1, 3)))
+
+
+@pytest.mark.parametrize("kind", ["timm", "CLIP", "naflex", "qwen"])
+def test_a_frozen_encoders_blocks_run_compiled_on_any_number_of_tiles(
+    kind, parts, tmp_path, monkeypatch
+):
+    compile_with_it = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_with_it)
+    batches = [(tiles, ()) for tiles in (4, 7, 2)]
+    if kind == "timm":
+        tower = made_up_encoder("vit_tiny_patch16_224", torch.float32, False, 3)
+    elif kind == "CLIP":
+        tower = load_vision(str(parts / "vision"), -1, torch.float32)
+    else:
+        save_native_vision(tmp_path / kind, kind)
+        shape = vision_shape(str(tmp_path / kind), -1, kind == "naflex", False).with_cells(2)
+        tower = load_vision(
+            str(tmp_path / kind), -1, torch.float32, final_norm=kind == "naflex", shape=shape
+        )
+        batches = [(sum(rows * columns for rows, columns in grids), grids) for grids in PICTURES]
+    size = (3, tower.image_size, tower.image_size)
+
+    def features(tiles, grids):
+        generator = torch.Generator().manual_seed(tiles)
+        return tower.in_groups(torch.randn(tiles, *size, generator=generator), grids=grids)
+
+    expected = [features(*batch) for batch in batches]
+    one = features(1, ((1, 1),))
+    compiler = Compiler(True, tmp_path, deterministic=False)
+    tower.compile_blocks(compiler)
+    with compiling():
+        [chosen] = compiler.choose(lambda: features(*batches[0]))
+    assert chosen.kernel == "compiled"
+    graphs = counters["stats"]["unique_graphs"]
+    assert_equal_within(1e-4, [features(*batch) for batch in batches], expected)
+    assert_equal_within(1e-4, [features(1, ((1, 1),))], [one])
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
 @pytest.mark.parametrize("family", sweep(("llama", "gemma2", "qwen3_moe"), ("llama",)))
 def test_layers_kept_in_fp8_are_multiplied_in_fp8_where_all_but_rounding_agrees(
     family, tmp_path, monkeypatch
@@ -410,11 +454,20 @@ def test_faster_code_is_used_and_its_gain_measured(part, tmp_path, monkeypatch):
     assert len(used) == 2
 
 
-def test_nobody_else_can_put_code_into_the_folder_of_compiled_code(part, tmp_path):
+def test_nobody_else_can_put_code_into_the_folder_of_compiled_code(part, tmp_path, monkeypatch):
+    plant(monkeypatch, left_eager)
     folder = tmp_path / "cache" / "compiled"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    Compiler(True, folder, deterministic=False)
+    choose(part, lambda: part(torch.randn(2, 38, 64), positions(BATCHES[0])), folder, "auto")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert torch._inductor.codecache.cache_dir() == str(folder)
     assert torch._inductor.config.compile_threads == torch.get_num_threads()
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason_to_stay_eager(part, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    run = functools.partial(part, torch.randn(2, 38, 64), positions(BATCHES[0]))
+    [chosen] = choose(part, run, file / "compiled", "auto")
+    assert chosen.kernel == "eager" and "Not a directory" in chosen.reason
