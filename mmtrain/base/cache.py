@@ -1,7 +1,7 @@
 """Folders for files that mmtrain can make again.
 
 They hold verdicts of the probe, calibrations, the demo's data, exports for chatting, output of
-`pipe:` shards, copies of remote shards while a run lasts, indexes of remote shards and of shards in
+`pipe:` shards, compiled layers, copies of remote shards while a run lasts, indexes of remote shards and of shards in
 read-only folders, catalogues of data sets, and shapes by `mmtrain record`.
 """
 
