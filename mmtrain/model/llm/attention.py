@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # of a frozen one torch 2.11 compiles anew for each number of runs
 class Documents:
     """Runs of tokens and the documents that they see; passed in the place of an attention mask.
 

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 from families import FAMILIES, family_config
+from fp8_products import needs_fp8_products
 from scenes import save_native_vision
 from sweeps import sweep
 from torch._dynamo.backends.common import aot_autograd
@@ -264,6 +265,7 @@ def test_a_frozen_encoders_blocks_run_compiled_on_any_number_of_tiles(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@needs_fp8_products
 @pytest.mark.parametrize("family", sweep(("llama", "gemma2", "qwen3_moe"), ("llama",)))
 def test_layers_kept_in_fp8_are_multiplied_in_fp8_where_all_but_rounding_agrees(
     family, tmp_path, monkeypatch
@@ -295,6 +297,7 @@ def test_layers_kept_in_fp8_are_multiplied_in_fp8_where_all_but_rounding_agrees(
     streamed.end()
 
 
+@needs_fp8_products
 @pytest.mark.parametrize("fault", ["wrong scales", "no such kernel"])
 def test_wrong_products_in_fp8_leave_the_weights_dequantised(fault, tmp_path, monkeypatch):
     compile_with_it = functools.partial(torch.compile, backend="aot_eager")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from fp8_products import needs_fp8_products
 from sweeps import sweep
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -154,6 +155,7 @@ def rounded(rows):
     return (rows.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
+@needs_fp8_products
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_fp8_products_are_those_of_rounded_factors_in_both_directions(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -177,6 +179,7 @@ def test_fp8_products_are_those_of_rounded_factors_in_both_directions(dtype):
     assert (gradient.float() - exact).norm() <= 0.06 * exact.norm()
 
 
+@needs_fp8_products
 def test_a_weight_that_is_multiplied_in_fp8_is_never_made_whole(tmp_path):
     tiny_model(CONFIG_MAPPING["llama"](num_hidden_layers=LAYERS), seed=0).save_pretrained(tmp_path)
     part = streamed_model(tmp_path, torch.float32, "fp8")
