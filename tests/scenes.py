@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -41,10 +40,12 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.stages import streamed_layers
+from mmtrain.facts.encoders import FAMILIES
 from mmtrain.facts.models import models_of
 from mmtrain.facts.projector import connector
 from mmtrain.layouts.layout import ImageLayout, Tiling
 from mmtrain.layouts.mrope import grid_positions
+from mmtrain.model.encoder.vision import model_class
 from mmtrain.model.stage import build_stage
 from mmtrain.model.trained.projector import make_projector
 from mmtrain.model.weights.streaming import StreamedLayers
@@ -141,7 +142,8 @@ def save_native_vision(folder: Path, kind: str, layers: int = 3, width: int = 32
             "out_hidden_size": 24,
         }
         config = Qwen2_5_VLVisionConfig(**sizes, depth=layers, num_heads=2, **windows)
-    perturb(AutoModel.from_config(config)).save_pretrained(folder)
+    # older versions of transformers have no AutoModel of Qwen2.5-VL's
+    perturb(model_class(FAMILIES[config.model_type])(config)).save_pretrained(folder)
     CLIPImageProcessorPil().save_pretrained(folder)
 
 

@@ -1,8 +1,8 @@
 """Folders for files that mmtrain can make again.
 
 They hold verdicts of the probe, calibrations, the demo's data, exports for chatting, output of
-`pipe:` shards, compiled layers, copies of remote shards while a run lasts, indexes of remote shards and of shards in
-read-only folders, catalogues of data sets, and shapes by `mmtrain record`.
+`pipe:` shards, compiled layers, copies of remote shards while a run lasts, indexes of remote shards
+and of shards in read-only folders, catalogues of data sets, and shapes by `mmtrain record`.
 """
 
 import os
