@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+from fp8_products import needs_fp8_products
 from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file
@@ -14,6 +16,13 @@ from safetensors.torch import load_file
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.engine.single_stage import SingleStage, choose_kernels
+from mmtrain.launching.data import check_data
+from mmtrain.model.llm.compiled import Compiler, compiling
+from mmtrain.model.stage import build_stage
+from mmtrain.model.weights.streaming import StreamedLayers
+from mmtrain.model.weights.weight_sources import quantised_source
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
 
@@ -96,3 +105,48 @@ def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, run
     assert exported[norm].equal(
         stock["model.layers.3.input_layernorm.weight"].to(exported[norm].dtype)
     )
+
+
+def projector_gradient(module, batch):
+    module.zero_grad()
+    loss, _ = module.loss(module.start(batch), batch.positions, batch.labels)
+    loss.backward()
+    if module.streamed is not None:
+        module.streamed.end()
+    return torch.cat([p.grad.flatten().double() for p in module.projector.parameters()])
+
+
+@needs_fp8_products
+@pytest.mark.nightly
+def test_the_demos_gradient_beside_an_llm_in_fp8_is_nearer_than_beside_nf4(tmp_path):
+    """8 packs of the demo, the projector as drawn; measured: 5.9% and 6.6% off, nf4 12.9%."""
+
+    def built(*keys):
+        keys = ("parallel.pipeline=1", "train.packs_per_microbatch=8", *keys)
+        config = load_config("example:llava_pp4", keys)
+        stage = make_plan(config).ranks[0].stages[0]
+        streamed = None
+        if config.model.llm.quantize is not None:
+            source = quantised_source(config.model.llm.quantize, torch.device("cpu"))
+            streamed = StreamedLayers(source)
+        return config, build_stage(config, stage, streamed=streamed)
+
+    config, module = built()
+    config, data = check_data(config, others_wait=False)
+    packed = PackedBatches(config, replica=0, replicas=1, first_step=0, data=data, position=None)
+    batch = next(iter(packed))
+    exact = projector_gradient(module, batch)
+
+    def error(module):
+        return (projector_gradient(module, batch) - exact).norm() / exact.norm()
+
+    _, module = built("model.llm.quantize=fp8")
+    assert 0.02 < error(module) < 0.12
+    alone = SingleStage(module, batch, input_gradient=False, backward=True)
+    try:
+        with compiling():
+            chosen = choose_kernels(Compiler(True, tmp_path, deterministic=False), [alone])
+            assert "fp8" in {way.kernel for way in chosen}
+            assert 0.02 < error(module) < 0.12
+    finally:
+        torch.compiler.set_stance("default")

@@ -20,9 +20,11 @@ from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_runs_that_are_killed_twice_end_like_the_one_that_was_not(tiny, tmp_path, capsys):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("compiles", ["false", "true"])
+def test_runs_that_are_killed_twice_end_like_the_one_that_was_not(tiny, tmp_path, capsys, compiles):
     overrides = [
+        f"train.compile={compiles}",
         "parallel.pipeline=2",
         "parallel.threads_per_rank=1",
         "train.max_steps=20",
