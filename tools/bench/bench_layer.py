@@ -2,8 +2,8 @@
 
     products   rates of matrix products of the layer's shapes: bfloat16, float32 without and with
                TF32, FP8 by row and by tensor, INT8; bandwidth of memory; turning an FP8 matrix over
-    layer      a Llama layer, forward and input gradient, eager and compiled, and frozen matrices in
-               FP8: seconds, difference from float32, bytes kept for backward
+    layer      a Llama layer, forward and input gradient: eager, compiled, and compiled with its
+               matrices in FP8: seconds, difference from float32, bytes kept for backward
     profile    where eager and compiled code spend their time: products, attention, the rest
 
 No weights are needed. Usage: python tools/bench/bench_layer.py [--json layer.json]
@@ -12,6 +12,7 @@ No weights are needed. Usage: python tools/bench/bench_layer.py [--json layer.js
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import statistics
@@ -34,6 +35,9 @@ from mmtrain.base.printing import print_info, run_command
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.model.llm.attention import ATTENTION, Documents
 from mmtrain.model.llm.compiled import Compiler, LayerCode, outcome
+from mmtrain.model.weights.fp8 import Fp8Linears
+from mmtrain.model.weights.streaming import StreamedLayers
+from mmtrain.model.weights.weight_sources import quantised_source
 
 FP8 = torch.float8_e4m3fn
 DTYPE = torch.bfloat16
@@ -204,14 +208,14 @@ class Bench:
         )
         found = self.found["layer"] = {}
         rows = []
-        for name, forward in self._contestants(stock).items():
-            work = functools.partial(run, forward, layer, DTYPE)
+        for name, (forward, module) in self._contestants(layer).items():
+            work = functools.partial(run, forward, module, DTYPE)
             began = time.perf_counter()
             result = work()
             first = time.perf_counter() - began
             seconds = self.seconds(work)
             off = [relative(*pair) for pair in zip(result, expected, strict=True)]
-            kept = kept_bytes(layer, rotation, functools.partial(run, forward, layer, DTYPE))
+            kept = kept_bytes(module, rotation, work)
             found[name] = {
                 "first_seconds": first,
                 "seconds": seconds,
@@ -249,9 +253,20 @@ class Bench:
             if parts:
                 print_info(f"{name}: {', '.join(parts)}")
 
-    def _contestants(self, stock: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    def _contestants(self, layer: nn.Module) -> dict[str, tuple[Callable[..., Any], nn.Module]]:
+        """Return code and layer of each; the last one keeps its matrices in FP8."""
         Compiler(True, cache_folder("compiled"), deterministic=False)
-        return {"eager": stock, "compiled": LayerCode(LlamaDecoderLayer, trains=True).compiled}
+        compiled = LayerCode(LlamaDecoderLayer).compiled
+        quantised = copy.deepcopy(layer)
+        streamed = StreamedLayers(quantised_source("fp8", self.device))
+        streamed.take(0, quantised)
+        Fp8Linears(quantised, streamed.layers[0]).multiply()
+        streamed.follow([0])  # norms are fetched, and stay
+        return {
+            "eager": (LlamaDecoderLayer.forward, layer),
+            "compiled": (compiled, layer),
+            "compiled, FP8": (compiled, quantised),
+        }
 
     def _documents(self) -> Documents:
         size = self.size
@@ -318,7 +333,10 @@ def kept_bytes(layer: nn.Module, rotation: Sequence[Tensor], work: Callable[[], 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         work()
-    for tensor in (*layer.parameters(), *layer.buffers(), *rotation):
+    held = [*layer.parameters(), *layer.buffers(), *rotation]
+    for module in layer.modules():
+        held += getattr(module, "kept", ())  # codes and scales
+    for tensor in held:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
