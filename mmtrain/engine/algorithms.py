@@ -26,12 +26,16 @@ def use_algorithms(section: TrainSection) -> None:
     torch.use_deterministic_algorithms(section.deterministic)
 
 
-def compiler_of(section: TrainSection, device: torch.device) -> Compiler | None:
-    """Return this rank's compiler of layers; None where `train.compile` leaves all of them eager.
-
-    The gain was never seen on a CPU, so there it must be asked for.
+def compiles(section: TrainSection, device: torch.device) -> bool:
+    """Whether layers are tried compiled. On a CPU little is gained, so there it must be asked
+    for.
     """
-    if section.compile is False or (section.compile == "auto" and device.type != "cuda"):
+    return section.compile is True or (section.compile == "auto" and device.type == "cuda")
+
+
+def compiler_of(section: TrainSection, device: torch.device) -> Compiler | None:
+    """Return this rank's compiler of layers; None where `train.compile` leaves them eager."""
+    if not compiles(section, device):
         return None
     return Compiler(
         section.compile,

@@ -174,10 +174,14 @@ class Stage(nn.Module):
         return fuse(embeddings, places, images)
 
     def compile_layers(self, compiler: Compiler) -> None:
-        """Let `compiler` choose how decoder layers and a frozen encoder's blocks run."""
+        """Let `compiler` choose how decoder layers and a frozen encoder's blocks run.
+
+        An encoder that takes images of any size stays eager: each call has other shapes.
+        """
         self.language.compile_layers(compiler)
-        if self.vision is not None and self.encoder_is_frozen:
-            self.vision.compile_blocks(compiler)
+        vision = self.vision
+        if vision is not None and self.encoder_is_frozen and not vision.needs_grids:
+            vision.compile_blocks(compiler)
 
     @torch.no_grad()
     def try_out(self, device: torch.device | str) -> None:

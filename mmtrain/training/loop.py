@@ -22,7 +22,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.fetching import Fetching
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.stored import StoredData
-from mmtrain.engine.algorithms import use_algorithms
+from mmtrain.engine.algorithms import compiles, use_algorithms
 from mmtrain.engine.audit import (
     RankAudit,
     check_replicas,
@@ -197,6 +197,8 @@ class _Run:
         )
 
         rank.progress.at(self.first_step, "building the engine")
+        if compiles(config.train, self.device):
+            self.console.line("trying compiled layers (the first start takes a minute or more)")
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
         self.engine = FrozenPipelineEngine(

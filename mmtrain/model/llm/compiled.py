@@ -49,7 +49,7 @@ class LayerCode:
 
     def __init__(self, kind: type[nn.Module], *, pairs: int = 0, trains: bool = True) -> None:
         """`pairs`: timed runs of each layer, old code and new in turn. `trains`: gradients pass
-        through the layers, whose input always has one shape.
+        through the layers, whose input has one shape; else its first dimension differs.
         """
         self.kind = kind
         self.pairs = pairs
@@ -66,7 +66,7 @@ class LayerCode:
 
     @functools.cached_property
     def _compiled(self) -> Forward:
-        return torch.compile(self.kind.forward, dynamic=not self.trains)
+        return torch.compile(self.kind.forward, dynamic=False)
 
     def compiled(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         return self._compiled(layer, *arguments, **options)
@@ -106,7 +106,15 @@ class Trial:
             return
 
         def call(forward: Forward, *, trains: bool = self._code.trains) -> list[Tensor]:
-            return outcome(forward, layer, *arguments, trains=trains, **options)
+            any_length = not self._code.trains
+            return outcome(
+                forward,
+                layer,
+                *arguments,
+                trains=trains,
+                any_length=any_length,
+                **options,
+            )
 
         used = self._code.forward
         candidate = self._candidate
@@ -160,10 +168,16 @@ def outcome(
     hidden: Tensor,
     *arguments: Any,
     trains: bool,
+    any_length: bool = False,
     **options: Any,
 ) -> list[Tensor]:
-    """Return a layer's result and, if it `trains`, gradients of its input and of what it trains."""
+    """Return a layer's result and, if it `trains`, gradients of its input and of what it trains.
+
+    `any_length`: code compiled by this call runs for other lengths of the first dimension, too.
+    """
     hidden = hidden.detach().requires_grad_(trains)
+    if any_length:
+        torch._dynamo.mark_dynamic(hidden, 0)
     with torch.set_grad_enabled(trains):
         output = forward(layer, hidden, *arguments, **options)
     if not isinstance(output, Tensor):

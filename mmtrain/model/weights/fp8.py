@@ -20,7 +20,7 @@ from mmtrain.model.weights.streaming import StreamedLayer
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 # of a row; else a row of zeros would be divided by 0
-LEAST = 1e-12
+LEAST = 1e-30
 
 
 def cast(rows: Tensor) -> tuple[Tensor, Tensor]:

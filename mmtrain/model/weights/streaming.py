@@ -237,9 +237,13 @@ class StreamedLayers:
 
     @contextmanager
     def whole(self, number: int) -> Iterator[StreamedLayer]:
-        """Make the layer whole, outside lists."""
+        """Make all of the layer whole, outside lists."""
+        layer = self.layers[number]
+        unfetched = layer.unfetched
+        layer.unfetched = set()
         self._use(number)
         try:
-            yield self.layers[number]
+            yield layer
         finally:
             self.end()
+            layer.unfetched = unfetched
