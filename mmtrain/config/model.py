@@ -24,11 +24,11 @@ class LlmSection(Section):
     """storage and compute type of the frozen LLM; the default is float32 where model.pretrained
     names a float32 folder"""
     quantize: Kept[Literal["nf4", "int8", "fp8"] | None] = None
-    """quantise the decoder layers in which only adapters train. nf4: 4 bits a weight; int8: 8, both
-    by bitsandbytes (pip install 'mmtrain[quantize]'); fp8: 8, which GPUs from compute capability
-    8.9 on multiply as they are, where train.compile compiles the layers; else weights compute in
-    dtype. null: not quantised. The model then differs slightly from the one in path, and exports
-    are for the one in path"""
+    """quantise the decoder layers in which only adapters train. nf4: 4 bits a weight, int8: 8 (both
+    need pip install 'mmtrain[quantize]'); they compute in dtype. fp8: 8 bits, without a library;
+    compiled layers multiply it directly on GPUs of compute capability 8.9 or higher, all others
+    compute in dtype. null: not quantised. The model then differs slightly from the one in path, and
+    exports are for the one in path"""
 
 
 class VisionSection(Section):

@@ -193,12 +193,13 @@ class TrainSection(Section):
     """steps with a NaN or infinite loss or gradient that a run skips, without an update, before it
     stops; each is written to bad_steps.jsonl"""
     compile: Free[Measured[Literal["auto"] | bool]] = "auto"
-    """whether torch compiles decoder layers and the frozen encoder's blocks, which fuses their
-    elementwise operations. auto: on a GPU, each class of layers that is right and faster, measured
-    before the first step; true: on a CPU too, and a class that cannot be compiled ends the run"""
+    """whether torch compiles decoder layers and blocks of a frozen encoder with square tiles, which
+    fuses their elementwise operations. auto: on a GPU, each class of layers that is right and
+    faster, tried before the first step (with train.deterministic: that is right); true: on a CPU
+    too, without timing, and a class that cannot be compiled ends the run"""
     tf32: Free[Measured[bool]] = False
-    """true: GPUs multiply float32 matrices, the projector's above all, several times as fast, with
-    factors rounded to 10 bits"""
+    """true: GPUs multiply float32 matrices (the projector's, and frozen ones in float32) several
+    times as fast, with factors rounded to 10 bits of mantissa"""
     deterministic: Free[Measured[bool]] = False
     """true: GPUs use deterministic algorithms, some of them slower; false: GPU runs agree up to
     rounding. CPU runs are always bit-identical"""

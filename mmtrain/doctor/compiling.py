@@ -35,7 +35,10 @@ def compiled_layer(folder: Path) -> str:
     [text] = describe_backends([{chosen}])[1]
     if chosen.reason is None:
         return text
-    remedy = "install a C compiler (gcc, g++) and the Triton that comes with torch"
+    remedy = (
+        "if a compiler is missing, install gcc and g++, and the Triton that comes with torch; "
+        "until then runs are right but slower"
+    )
     if device.type == "cuda":
-        raise FailedError(text, f"{remedy}; until then runs are right but slower")
-    raise SkippedError(f"{text}. Runs on a CPU compile with train.compile=true alone; {remedy}")
+        raise FailedError(text, remedy)
+    raise SkippedError(f"{text}. Runs on a CPU compile only with train.compile=true; {remedy}")

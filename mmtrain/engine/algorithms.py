@@ -10,8 +10,8 @@ from mmtrain.model.llm.compiled import Compiler
 
 
 def use_algorithms(section: TrainSection) -> None:
-    """Choose kernels that give the same bits each time, or the fastest ones; call this before CUDA
-    is used.
+    """Set torch's deterministic algorithms and the precision of float32 products; call this before
+    CUDA is used.
 
     A deterministic run raises RuntimeError at an operation without such a kernel; mmtrain uses
     none.
@@ -27,9 +27,7 @@ def use_algorithms(section: TrainSection) -> None:
 
 
 def compiles(section: TrainSection, device: torch.device) -> bool:
-    """Whether layers are tried compiled. On a CPU little is gained, so there it must be asked
-    for.
-    """
+    """Return whether layers are tried compiled: on a GPU with auto, anywhere with true."""
     return section.compile is True or (section.compile == "auto" and device.type == "cuda")
 
 

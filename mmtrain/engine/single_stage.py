@@ -169,8 +169,8 @@ class SingleStage:
         return self.module.encode(self._taken, self.batch.grids)
 
     @torch.no_grad()
-    def run_layers(self) -> None:
-        """Run everything forward once, and keep nothing."""
+    def forward_only(self) -> None:
+        """Run encoder and layers forward once without gradients; keep no output."""
         self.encode()
         self._run()
         self._kept = None
@@ -214,7 +214,7 @@ def choose_kernels(compiler: Compiler, stages: Sequence[SingleStage]) -> set[Bac
 
     def run_layers() -> None:
         for alone in stages:
-            alone.run_layers()
+            alone.forward_only()
 
     return compiler.choose(run_layers)
 
@@ -236,17 +236,16 @@ def warm_up(
     since the first step runs `in_common_order`. A later micro-batch that is larger than any before
     can still hang.
 
-    With a `compiler` it first chooses the code of all layers, and returns what it chose. Here all
-    code is compiled.
+    Returns the kernels that `compiler` chooses, none without one. Nothing is compiled afterwards.
 
     No weight, gradient, optimizer state or random generator changes. Cost: time and memory of a
-    micro-batch.
+    micro-batch, and the inputs of all stages.
     """
     batch = to_device(host, device)
     gpus = [device] if device.type == "cuda" else []
     kernels = set()
     with torch.random.fork_rng(gpus), compiling():
-        alone_stages = []
+        singles = []
         for number, module in stages.items():
             alone = SingleStage(
                 module,
@@ -254,10 +253,10 @@ def warm_up(
                 input_gradient=number > first_trainable_stage,
                 backward=number >= first_trainable_stage,
             )
-            alone_stages.append(alone)
+            singles.append(alone)
         if compiler is not None:
-            kernels = choose_kernels(compiler, alone_stages)
-        for alone in alone_stages:
+            kernels = choose_kernels(compiler, singles)
+        for alone in singles:
             module = alone.module
             alone.forward()
             alone.backward()

@@ -104,7 +104,7 @@ def can_slice_encoder(config: RunConfig, *, may_stay_whole: bool) -> bool:
 def refuse_missing_libraries(model: ModelSection, trackers: Sequence[str] = ()) -> None:
     """Raise UserError for a missing library of `model.llm.quantize` or `run.report_to`."""
     needed = [("run.report_to", name, name) for name in trackers]
-    if model.llm.quantize in BLOCK:
+    if model.llm.quantize in BLOCK:  # bitsandbytes alone quantises in blocks
         needed.append(("model.llm.quantize", "bitsandbytes", "quantize"))
     for key, library, extra in needed:
         spec = importlib.util.find_spec(library)

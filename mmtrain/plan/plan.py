@@ -418,7 +418,10 @@ def _fetches(plan: Plan, streaming: StreamingPlan, rank: RankPlan) -> Iterator[s
             f"micro-batch on; it has {streaming.microbatch_tokens:,}"
         )
     if streaming.source in BITS:
-        yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
+        how = "made whole before each use"
+        if streaming.source == "fp8":
+            how += ", unless compiled layers multiply them directly"
+        yield f"quantised layers: {streaming.source}, {how}; {costs}"
         yield f"that is another LLM, near {plan.llm}: use what is trained with {plan.llm} itself"
         return
     source = f"its peers: each of {streaming.weight_shards} replicas keeps a part"

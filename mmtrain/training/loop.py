@@ -198,7 +198,7 @@ class _Run:
 
         rank.progress.at(self.first_step, "building the engine")
         if compiles(config.train, self.device):
-            self.console.line("trying compiled layers (the first start takes a minute or more)")
+            self.console.line("trying compiled layers, which takes longer at the first start")
         # Before the engine warms up, which would run out of memory without an explanation.
         refuse_short_device_memory(self.place, self.device)
         self.engine = FrozenPipelineEngine(

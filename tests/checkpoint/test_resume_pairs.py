@@ -253,7 +253,7 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference, damag
     records = [
         record
         for record in once.lines("metrics.jsonl")
-        if record["kind"] not in ("attention", "checkpoint", "ranks")
+        if record["kind"] not in ("kernels", "checkpoint", "ranks")
     ]
     at = [record["kind"] for record in records].index("resume")
     before, begun = records[at - 2 : at]

@@ -139,7 +139,7 @@ def record_steps(
     """Record these steps as rank 0 of a job of `ranks` would."""
     dist.init_process_group("gloo")
     rank = Rank(0, ranks, "cpu", folder, None, RankProgress(), StopRequest())
-    engine = SimpleNamespace(device=torch.device("cpu"), stages={})
+    engine = SimpleNamespace(device=torch.device("cpu"), kernels=set())
     recorder = Recorder(config, rank, engine, Console(None, 1000), steps.start, {}, 0)
     for step in steps:
         counts = (96, 150, 150, 123_456, 45_678, 0)  # samples ... quarantined

@@ -53,7 +53,7 @@ examples:
     python tools/bench/bench.py gpu --peak-tflops 989
   how a pipeline of four uses its devices:
     python tools/bench/bench.py gpu --row pipeline --pipeline 4 --microbatches 16
-  what compiling is worth, both within one call on one card:
+  what compiling is worth: run both on the same card
     python tools/bench/bench.py gpu --row equal --without-tuned --quick
     python tools/bench/bench.py gpu --row equal --without-tuned --quick --compile
   does it run at all? no GPU needed, numbers without meaning:

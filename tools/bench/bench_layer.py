@@ -1,7 +1,7 @@
-"""What a device makes of one decoder layer of a 7B, in a few minutes: what to run first on a GPU.
+"""What a device makes of one decoder layer of a 7B: what to run first on a GPU.
 
     products   rates of matrix products of the layer's shapes: bfloat16, float32 without and with
-               TF32, FP8 by row and by tensor, INT8; bandwidth of memory; turning an FP8 matrix over
+               TF32, FP8 by row and by tensor, INT8; bandwidth of memory; transposing an FP8 matrix
     layer      a Llama layer, forward and input gradient: eager, compiled, and compiled with its
                matrices in FP8: seconds, difference from float32, bytes kept for backward
     profile    where eager and compiled code spend their time: products, attention, the rest
@@ -34,12 +34,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_info, run_command
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.model.llm.attention import ATTENTION, Documents
-from mmtrain.model.llm.compiled import Compiler, LayerCode, outcome
-from mmtrain.model.weights.fp8 import Fp8Linears
+from mmtrain.model.llm.compiled import LayerCode, gradients_of, set_up
+from mmtrain.model.weights.fp8 import FP8, Fp8Linears
 from mmtrain.model.weights.streaming import StreamedLayers
 from mmtrain.model.weights.weight_sources import quantised_source
 
-FP8 = torch.float8_e4m3fn
 DTYPE = torch.bfloat16
 EXAMPLES = """\
 examples:
@@ -54,11 +53,11 @@ class Size(NamedTuple):
     """A layer and its micro-batch."""
 
     width: int
-    inner: int
+    mlp_width: int
     heads: int
     packs: int
-    length: int
-    document: int  # tokens
+    length: int  # tokens of a pack
+    document: int  # tokens of a document
 
     @property
     def tokens(self) -> int:
@@ -66,13 +65,20 @@ class Size(NamedTuple):
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """Rows, inner dimension and columns of the layer's three kinds of products."""
-        t, w, i = self.tokens, self.width, self.inner
-        return (t, w, w), (t, w, i), (t, i, w)
+        """Rows, summed dimension and columns of the layer's products: q and its like; gate and up;
+        down.
+        """
+        tokens = self.tokens
+        return (
+            (tokens, self.width, self.width),
+            (tokens, self.width, self.mlp_width),
+            (tokens, self.mlp_width, self.width),
+        )
 
 
-LLAMA_7B = Size(4096, 11008, 32, 2, 2048, 656)
-TINY = Size(128, 352, 2, 2, 64, 20)
+COUNTS = (4, 2, 1)  # of the products: q, k, v, o; gate, up; down
+LLAMA_7B = Size(4096, 11008, heads=32, packs=2, length=2048, document=656)
+TINY = Size(128, 352, heads=2, packs=2, length=64, document=20)
 
 
 class Bench:
@@ -105,34 +111,34 @@ class Bench:
             "bfloat16": functools.partial(self._plain, DTYPE),
             "float32": functools.partial(self._plain, torch.float32),
             "float32 with TF32": self._tf32,
-            "FP8 by row": functools.partial(self._scaled, True),
-            "FP8 by tensor": functools.partial(self._scaled, False),
+            "FP8 by row": functools.partial(self._scaled, by_row=True),
+            "FP8 by tensor": functools.partial(self._scaled, by_row=False),
             "INT8": self._int8,
         }
         flops = sum(2 * rows * inner * columns for rows, inner, columns in self.size.products)
-        rates: dict[str, Any] = {}
+        rates: dict[str, float] = {}
+        refused: dict[str, str] = {}
         for name, make in kinds.items():
             try:
                 seconds = sum(self.seconds(make(*shape)) for shape in self.size.products)
                 rates[name] = flops / seconds
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                rates[name] = str(error).strip().partition("\n")[0][:100]
+                refused[name] = str(error).strip().partition("\n")[0][:100]
         torch.set_float32_matmul_precision("highest")
-        self.found["flops_per_second"] = rates
-        rows = []
-        for name, rate in rates.items():
-            text = rate if isinstance(rate, str) else f"{rate / 1e12:,.2f}"
-            rows.append((name, text))
+        self.found |= {"flops_per_second": rates, "refused": refused}
+        rows = [(name, f"{rate / 1e12:,.2f}") for name, rate in rates.items()]
+        rows += refused.items()
         print_table(("matrix products", "TFLOP/s"), rows)
 
-        matrix = self.draw(2 * self.size.inner, self.size.width)
+        matrix = self.draw(2 * self.size.mlp_width, self.size.width)
         copied = 2 * matrix.nbytes / self.seconds(matrix.clone)
         w8 = matrix.to(FP8)
-        turned = self.seconds(lambda: w8.t().contiguous())
-        self.found |= {"bytes_per_second": copied, "turn_fp8_seconds": turned}
+        transposed = self.seconds(lambda: w8.t().contiguous())
+        self.found |= {"bytes_per_second": copied, "transpose_fp8_seconds": transposed}
         print_info(
             f"memory: {copied / 1e9:,.0f} GB/s copied; "
-            f"an FP8 matrix of {w8.nbytes / 1e6:,.0f} MB is turned over in {turned * 1e3:.3f} ms",
+            f"an FP8 matrix of {w8.nbytes / 1e6:,.0f} MB is transposed in "
+            f"{transposed * 1e3:.3f} ms",
             "",
         )
 
@@ -149,7 +155,7 @@ class Bench:
         torch.set_float32_matmul_precision("high")
         return product
 
-    def _scaled(self, by_row: bool, rows: int, inner: int, columns: int) -> Callable[[], object]:
+    def _scaled(self, rows: int, inner: int, columns: int, *, by_row: bool) -> Callable[[], object]:
         a = self.draw(rows, inner).to(FP8)
         b = self.draw(columns, inner).to(FP8)
         scales = torch.ones(2, device=self.device)
@@ -174,7 +180,7 @@ class Bench:
         size = self.size
         config = LlamaConfig(
             hidden_size=size.width,
-            intermediate_size=size.inner,
+            intermediate_size=size.mlp_width,
             num_hidden_layers=1,
             num_attention_heads=size.heads,
             num_key_value_heads=size.heads,
@@ -190,13 +196,12 @@ class Bench:
         rotation = self._rotation()
 
         def run(forward: Callable[..., Any], layer: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-            return outcome(
+            return gradients_of(
                 forward,
                 layer,
                 hidden.to(dtype),
                 attention_mask=documents,
                 position_embeddings=tuple(table.to(dtype) for table in rotation),
-                trains=True,
             )
 
         stock = LlamaDecoderLayer.forward
@@ -204,7 +209,7 @@ class Bench:
         del exact
         flops = 2 * sum(
             count * 2 * rows * inner * columns
-            for count, (rows, inner, columns) in zip((4, 2, 1), size.products, strict=True)
+            for count, (rows, inner, columns) in zip(COUNTS, size.products, strict=True)
         )
         found = self.found["layer"] = {}
         rows = []
@@ -255,13 +260,16 @@ class Bench:
 
     def _contestants(self, layer: nn.Module) -> dict[str, tuple[Callable[..., Any], nn.Module]]:
         """Return code and layer of each; the last one keeps its matrices in FP8."""
-        Compiler(True, cache_folder("compiled"), deterministic=False)
+        set_up(cache_folder("compiled"), deterministic=False)
         compiled = LayerCode(LlamaDecoderLayer).compiled
         quantised = copy.deepcopy(layer)
         streamed = StreamedLayers(quantised_source("fp8", self.device))
         streamed.take(0, quantised)
         Fp8Linears(quantised, streamed.layers[0]).multiply()
-        streamed.follow([0])  # norms are fetched, and stay
+        # fetches the norms, which stay; the matrices stay in FP8
+        streamed.follow([0])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return {
             "eager": (LlamaDecoderLayer.forward, layer),
             "compiled": (compiled, layer),

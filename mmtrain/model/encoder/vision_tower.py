@@ -181,7 +181,7 @@ class VisionTower(nn.Module):
     def compile_blocks(self, compiler: Compiler) -> None:
         """Let `compiler` choose how the blocks of a frozen encoder run."""
         for block in block_list(self.model)[slice(*self.blocks)]:
-            block.forward = compiler.around(block, trains=False)
+            block.forward = compiler.around(block, differentiable=False)
 
     def groups(
         self,

@@ -502,7 +502,7 @@ class Backend(NamedTuple):
     kernel: str  # one of _KERNELS
     reason: str | None = None  # why it is not one call, or not compiled
     slow: bool = False  # a GPU does not do what it could
-    factor: float | None = None  # eager seconds over compiled ones
+    factor: float | None = None  # seconds of the code in use before, over this one's
     seconds: float | None = None  # that compiling took
 
 

@@ -1,11 +1,11 @@
 """Layers compiled by torch.compile, which fuses their elementwise operations.
 
-a class of layers --trials on the run's own micro-batch--> compiled, where it agrees with eager and
-    is faster; else eager
+a class of layers --trial on a random micro-batch of the run's shape--> compiled, where it agrees
+    with eager and is faster; else eager
 
 Compiled is the stock forward of a class, one layer at a time, below recomputation and streaming.
-Packed attention and recurrent mixers interrupt it: their documents differ in every micro-batch.
-The last decoder layer for some tokens alone stays eager.
+Packed attention and recurrent mixers interrupt it: their documents differ in every micro-batch. A
+last decoder layer that computes supervised tokens only (last_layer.py) stays eager.
 """
 
 from __future__ import annotations
@@ -35,28 +35,36 @@ from mmtrain.model.llm.last_layer import Forward
 from mmtrain.model.weights.fp8 import Fp8Linears
 from mmtrain.model.weights.streaming import StreamedLayer
 
-# relative to eager: the norm of the difference over the norm
+# norm of the difference from eager over the norm: the bounds of `mmtrain doctor`
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-LEAST_FACTOR = 1.03  # less is within the noise of a GPU's clock
-# results of a layer by FP8 products are off those of its dequantised weights by 1 to 6%
+# Of FP8 products from those of dequantised weights. Tiny layers of llama, gemma2 and qwen3_moe were
+# off by 0.02 to 0.07; a wrong scale or matrix is off by more than this.
 FP8_TOLERANCES = dict.fromkeys(TOLERANCES, 0.15)
-requires_grad = operator.attrgetter("requires_grad")
+# chosen, not measured: no GPU has run it
+LEAST_FACTOR = 1.03
 PAIRS = 3  # timed runs of each layer, old code and new in turn
+requires_grad = operator.attrgetter("requires_grad")
 
 
 class LayerCode:
     """The forward of all layers of one class: stock, or other code after a trial that it passed."""
 
-    def __init__(self, kind: type[nn.Module], *, pairs: int = 0, trains: bool = True) -> None:
-        """`pairs`: timed runs of each layer, old code and new in turn. `trains`: gradients pass
-        through the layers, whose input has one shape; else its first dimension differs.
+    def __init__(
+        self,
+        kind: type[nn.Module],
+        *,
+        pairs: int = 0,
+        differentiable: bool = True,
+    ) -> None:
+        """`differentiable`: decoder layers, compared with gradients and compiled for one shape.
+        False: encoder blocks, compared forward only and compiled for any number of tiles but one.
         """
         self.kind = kind
         self.pairs = pairs
-        self.trains = trains
+        self.differentiable = differentiable
         self.forward = kind.forward
         self.linears: dict[nn.Module, Fp8Linears] = {}
-        """Those of each layer that is kept in FP8."""
+        """FP8 linears by layer, for layers kept in FP8."""
         self.trial: Trial | None = None
 
     def run(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -66,6 +74,7 @@ class LayerCode:
 
     @functools.cached_property
     def _compiled(self) -> Forward:
+        # at the first call, which is a trial: torch.compile itself may raise
         return torch.compile(self.kind.forward, dynamic=False)
 
     def compiled(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -73,7 +82,9 @@ class LayerCode:
 
     def multiplied(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
         """Run compiled code that multiplies by what is kept in FP8."""
-        linears = self.linears[layer]
+        linears = self.linears.get(layer)
+        if linears is None:  # a layer that trains
+            return self.compiled(layer, *arguments, **options)
         linears.multiply()
         try:
             return self.compiled(layer, *arguments, **options)
@@ -102,88 +113,89 @@ class Trial:
 
     def run(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
         """Compare one layer on the arguments of its call, unless its class has failed."""
-        if self.reason is not None:
-            return
+        if self.reason is None:
+            try:
+                self.reason = self._compare(layer, arguments, options)
+            except Exception as error:  # compilers raise what they like
+                text = escape(str(error).strip().partition("\n")[0], 200)
+                self.reason = text or type(error).__name__
 
-        def call(forward: Forward, *, trains: bool = self._code.trains) -> list[Tensor]:
-            any_length = not self._code.trains
-            return outcome(
-                forward,
-                layer,
-                *arguments,
-                trains=trains,
-                any_length=any_length,
-                **options,
-            )
+    def _compare(
+        self,
+        layer: nn.Module,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> str | None:
+        code = self._code
 
-        used = self._code.forward
-        candidate = self._candidate
-        try:
-            # What lies there is executed. Torch's own folder is a temporary one with a known name.
-            folder = Path(cache_dir())
-            folder.chmod(0o700)
-            # without gradients it is other code, which evaluations run
-            expected = call(used) + call(used, trains=False)
-            graphs = counters["stats"]["unique_graphs"]
-            began = time.perf_counter()
-            # else torch would run the variants of a class that are too many eagerly, in silence
-            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                ours = call(candidate) + call(candidate, trains=False)
-            seconds = time.perf_counter() - began
-            self._compile_seconds = max(self._compile_seconds, seconds)
-            self._graphs += counters["stats"]["unique_graphs"] - graphs
-            self.reason = disagreement(ours, expected, self._tolerances)
-            for _ in range(self._code.pairs):
-                self._used_seconds.append(seconds_of(lambda: call(used), layer))
-                self._candidate_seconds.append(seconds_of(lambda: call(candidate), layer))
-        except Exception as error:  # compilers raise what they like
-            text = escape(str(error).strip().partition("\n")[0], 200)
-            self.reason = text or type(error).__name__
+        def call(forward: Forward) -> list[Tensor]:
+            results = outcome(forward, layer, *arguments, **options)
+            if code.differentiable:
+                results += gradients_of(forward, layer, *arguments, **options)
+            return results
+
+        # a cache that cannot be written is a reason to stay eager
+        Path(cache_dir()).chmod(0o700)
+        if not code.differentiable:
+            torch._dynamo.mark_dynamic(arguments[0], 0)
+        expected = call(code.forward)
+        graphs = counters["stats"]["unique_graphs"]
+        began = time.perf_counter()
+        # else torch would run more variants of a class than its limit eagerly, without notice
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            ours = call(self._candidate)
+        self._compile_seconds = max(self._compile_seconds, time.perf_counter() - began)
+        self._graphs += counters["stats"]["unique_graphs"] - graphs
+        wrong = disagreement(ours, expected, self._tolerances)
+        if wrong is not None:
+            return wrong
+
+        device = expected[0].device
+        for _ in range(code.pairs):
+            self._used_seconds.append(seconds_of(lambda: call(code.forward), device))
+            self._candidate_seconds.append(seconds_of(lambda: call(self._candidate), device))
+        return None
 
     def end(self, passed: str, failed: str) -> Backend:
-        """Let the class run the other code if that is right and, where timed, faster.
-
-        Returns the kernel `passed` or `failed`.
+        """Decide the trial and return the Backend: `passed`, with the class's code replaced, or
+        `failed`, with the reason.
         """
         code = self._code
         code.trial = None
         factor = None
+        is_fault = True
         if self.reason is None and not self._graphs:
             self.reason = "torch runs all of their code eagerly"
         if self.reason is None and self._used_seconds:
             used = statistics.median(self._used_seconds)
             factor = used / statistics.median(self._candidate_seconds)
             if factor < LEAST_FACTOR:
-                self.reason = f"they would take {1 / factor:.2f} times as long"
+                self.reason = f"it is not {LEAST_FACTOR} times as fast"
+                is_fault = False
         name = code.kind.__name__
         if self.reason is not None:
-            return Backend(name, failed, self.reason, slow=factor is None)
+            return Backend(name, failed, self.reason, slow=is_fault)
         code.forward = self._candidate
         return Backend(name, passed, factor=factor, seconds=self._compile_seconds)
 
 
-def outcome(
+@torch.no_grad()
+def outcome(forward: Forward, layer: nn.Module, *arguments: Any, **options: Any) -> list[Tensor]:
+    """Return a layer's result without gradients, as evaluations compute it."""
+    return [_states(forward(layer, *arguments, **options))]
+
+
+@torch.enable_grad()
+def gradients_of(
     forward: Forward,
     layer: nn.Module,
     hidden: Tensor,
     *arguments: Any,
-    trains: bool,
-    any_length: bool = False,
     **options: Any,
 ) -> list[Tensor]:
-    """Return a layer's result and, if it `trains`, gradients of its input and of what it trains.
-
-    `any_length`: code compiled by this call runs for other lengths of the first dimension, too.
-    """
-    hidden = hidden.detach().requires_grad_(trains)
-    if any_length:
-        torch._dynamo.mark_dynamic(hidden, 0)
-    with torch.set_grad_enabled(trains):
-        output = forward(layer, hidden, *arguments, **options)
-    if not isinstance(output, Tensor):
-        output = output[0]
-    if not trains:
-        return [output]
+    """Return a layer's result, and gradients of its input (B, L, D) and of what it trains."""
+    hidden = hidden.detach().requires_grad_()
+    output = _states(forward(layer, hidden, *arguments, **options))
     inputs = [hidden, *filter(requires_grad, layer.parameters())]
     generator = torch.Generator(output.device).manual_seed(0)
     upstream = torch.empty_like(output).normal_(generator=generator)
@@ -191,22 +203,31 @@ def outcome(
     return [output.detach(), *gradients]
 
 
+def _states(output: Any) -> Tensor:
+    """Return the hidden states of a layer's result, which are alone or first of several."""
+    if isinstance(output, Tensor):
+        return output
+    return output[0]
+
+
 def disagreement(
     ours: Sequence[Tensor],
     expected: Sequence[Tensor],
     tolerances: Mapping[torch.dtype, float],
 ) -> str | None:
-    """Tell how far results are off expected ones, if that is more than rounding; NaN is."""
+    """Return a message if a result differs from the expected one by more than its tolerance, or is
+    NaN; else None.
+    """
     for one, other in zip(ours, expected, strict=True):
         size = float(torch.linalg.vector_norm(other, dtype=torch.float32))
         difference = float(torch.linalg.vector_norm(one - other, dtype=torch.float32))
+        # not `>`, which NaN would pass
         if not difference <= tolerances[other.dtype] * size:
-            return f"they would be wrong: {difference:.1e} off results of norm {size:.1e}"
+            return f"wrong results: off by {difference / size:.0e} of their norm"
     return None
 
 
-def seconds_of(work: Callable[[], object], layer: nn.Module) -> float:
-    device = next(layer.parameters()).device
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     began = time_mark(device)
     work()
     return seconds_between(began, time_mark(device))
@@ -220,6 +241,15 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler.set_stance("eager_on_recompile")
+
+
+def set_up(folder: Path, *, deterministic: bool) -> None:
+    """Let torch's compiler in this process use `folder` for its code, and the rank's cores."""
+    # Code that lies there is executed. Torch's own folder is a temporary one with a known name.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    inductor = torch._inductor.config
+    inductor.compile_threads = torch.get_num_threads()  # else up to 32 processes a rank
+    inductor.deterministic = deterministic
 
 
 class Compiler:
@@ -236,22 +266,23 @@ class Compiler:
         if mode == "auto" and not deterministic:
             self._pairs = PAIRS
         self._codes: dict[type[nn.Module], LayerCode] = {}
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-        inductor = torch._inductor.config
-        inductor.compile_threads = torch.get_num_threads()
-        inductor.deterministic = deterministic
+        set_up(folder, deterministic=deterministic)
 
     def around(
         self,
         layer: nn.Module,
         streamed: StreamedLayer | None = None,
         *,
-        trains: bool = True,
+        differentiable: bool = True,
     ) -> Callable[..., Any]:
         """Return a layer's forward by the code of its class; `streamed` may keep it in FP8."""
         kind = type(layer)
         if kind not in self._codes:
-            self._codes[kind] = LayerCode(kind, pairs=self._pairs, trains=trains)
+            self._codes[kind] = LayerCode(
+                kind,
+                pairs=self._pairs,
+                differentiable=differentiable,
+            )
         code = self._codes[kind]
         if streamed is not None and streamed.source.name == "fp8":
             code.linears[layer] = Fp8Linears(layer, streamed)
@@ -278,14 +309,16 @@ class Compiler:
             if backend.reason is None and code.linears:
                 code.trial = Trial(code, code.multiplied, FP8_TOLERANCES)
 
-        # again, for classes whose frozen matrices may be multiplied as they are kept
-        run_layers()
-        for code in codes:
-            if code.trial is None:
-                continue
+        # Again, for classes whose frozen matrices may be multiplied as they are kept. Their time
+        # counts no dequantisation, which is saved besides.
+        quantised = list(filter(operator.attrgetter("trial"), codes))
+        if quantised:
+            run_layers()
+        for code in quantised:
             backend = code.trial.end("fp8", "dequantised")
             chosen.add(backend)
             if backend.reason is None:
+                # from now on for good, not call by call
                 code.forward = code.compiled
                 for linears in code.linears.values():
                     linears.multiply()

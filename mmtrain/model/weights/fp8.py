@@ -5,11 +5,12 @@
 
 Backward sums over the rows of W, so their scales go into the gradient before it is cast, and one
 set of bytes serves both. Ada and Hopper multiply operands that lie contiguous along the sum, so
-backward turns W over each time: 1 byte a weight is kept instead of 2.
+backward transposes W each time: 1 byte a weight is kept instead of 2.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from mmtrain.model.weights.streaming import StreamedLayer
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# of a row; else a row of zeros would be divided by 0
-LEAST = 1e-30
+LEAST = 1e-30  # row maximum; a row of zeros would divide by 0
 
 
 def cast(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,9 @@ def cast(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Product(torch.autograd.Function):
-    """x W^T of x (T, K) and W as `cast` gives it, for which no gradient exists."""
+    """x W^T for x (T, K), with W as codes (N, K) and scales (N, 1) from `cast`. W gets no
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
@@ -40,15 +42,15 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         codes, scales = ctx.saved_tensors
-        turned = codes.t().contiguous()
-        ones = scales.new_ones(len(turned), 1)
-        product = _product(gradient.float() * scales.t(), turned, ones)
+        transposed = codes.t().contiguous()
+        ones = scales.new_ones(len(transposed), 1)
+        product = _product(gradient.float() * scales.t(), transposed, ones)
         return product.to(gradient.dtype), None, None
 
 
 def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows, of_rows = cast(x)
-    # the kernel's results by row are bfloat16
+    # with scales of rows the kernel returns bfloat16 alone
     return torch._scaled_mm(
         rows,
         codes.t(),
@@ -59,9 +61,9 @@ def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class _Multiplied(nn.Linear):
-    """A linear layer that multiplies by what is kept of its weight.
+    """A linear layer that multiplies FP8 codes instead of its weight.
 
-    Layers become it by class: torch's compiler takes a forward of each layer's own for new code.
+    Layers switch to this class: for a forward set on each layer torch would compile anew.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,13 +79,14 @@ class Fp8Linears:
     def __init__(self, layer: nn.Module, streamed: StreamedLayer) -> None:
         self._streamed = streamed
         self._linears = []
-        kept_of = dict(zip(map(id, streamed.parameters), enumerate(streamed.kept), strict=True))
+        places = dict(zip(map(id, streamed.parameters), itertools.count(), strict=False))
         for module in layer.modules():
-            if type(module) is not nn.Linear or id(module.weight) not in kept_of:
+            if type(module) is not nn.Linear or id(module.weight) not in places:
                 continue
-            place, kept = kept_of[id(module.weight)]
+            place = places[id(module.weight)]
+            kept = streamed.kept[place]
             if kept.state is not None:
-                module.kept = kept
+                module.kept = kept  # for `_Multiplied.forward`
                 self._linears.append((module, place))
 
     def multiply(self) -> None:

@@ -117,7 +117,7 @@ class StreamedLayer:
         self._room = room
         self.wait: Wait | None = None
         self.unfetched: set[int] = set()
-        """Places of parameters that compute as they are kept."""
+        """Indices of parameters that fetches skip, because products read what is kept of them."""
 
     def make_room(self) -> None:
         """Give the buffer memory, of unknown contents."""
@@ -237,12 +237,12 @@ class StreamedLayers:
 
     @contextmanager
     def whole(self, number: int) -> Iterator[StreamedLayer]:
-        """Make all of the layer whole, outside lists."""
+        """Make the layer whole outside lists, with weights that fetches skip."""
         layer = self.layers[number]
         unfetched = layer.unfetched
         layer.unfetched = set()
-        self._use(number)
         try:
+            self._use(number)
             yield layer
         finally:
             self.end()

@@ -3,8 +3,8 @@
 host       all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for
            the ranks of a machine that stream the same layers
 peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
-nf4, int8, fp8  codes and scales on the device; a fetch dequantises, unless FP8 is multiplied as it
-           is
+nf4, int8, fp8  codes and scales on the device; a fetch dequantises. Compiled layers may multiply
+           FP8 codes without a fetch
 """
 
 import hashlib
@@ -181,8 +181,8 @@ def _mapped(process: int, file: int, size: int) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """A kept parameter: codes with bitsandbytes' `state`, or FP8's scales, or the parameter itself
-    without one.
+    """A kept parameter: codes with the state that dequantises them (bitsandbytes' own, or FP8's
+    scales). Without a state: the parameter as it is.
     """
 
     codes: Tensor
@@ -204,7 +204,6 @@ class QuantisedSource(Source):
         self._beside = SideStream(device)
 
     def _quantise(self, weight: Tensor) -> tuple[Tensor, Any]:
-        """Return codes and state."""
         raise NotImplementedError
 
     def _dequantise(self, codes: Tensor, state: Any, home: Tensor) -> None:
@@ -212,7 +211,7 @@ class QuantisedSource(Source):
         raise NotImplementedError
 
     def _scales(self, state: Any) -> Tensor:
-        raise NotImplementedError
+        return state
 
     @torch.no_grad()
     def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
@@ -285,9 +284,6 @@ class Fp8Source(QuantisedSource):
 
     def _dequantise(self, codes: Tensor, state: Tensor, home: Tensor) -> None:
         home.copy_(codes).mul_(state)
-
-    def _scales(self, state: Tensor) -> Tensor:
-        return state
 
 
 def quantised_source(quantisation: Quantisation, device: torch.device) -> QuantisedSource:
