@@ -15,6 +15,7 @@ import torch
 from families import FAMILIES, family_config
 from fp8_products import needs_fp8_products
 from sweeps import sweep
+from tiers import nightly
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -58,8 +59,8 @@ WAYS = (
     "M-RoPE",
     "a trained layer",
 )
-DAILY = ("llama", "gpt_oss")  # a family costs 15 to 30 s of a C++ compiler
-DAILY_WAYS = ("streamed, recomputed", "nf4", "LoRA, recomputed", "rows, recomputed", "M-RoPE")
+DAILY = ("llama",)  # a family costs 15 to 40 s of a C++ compiler
+DAILY_WAYS = ("streamed, recomputed", "LoRA, recomputed", "M-RoPE")
 
 
 @pytest.fixture(autouse=True)
@@ -290,6 +291,7 @@ def test_layers_kept_in_fp8_are_multiplied_in_fp8_where_all_but_rounding_agrees(
 
 
 @needs_fp8_products
+@pytest.mark.nightly
 def test_a_layer_that_trains_is_compiled_beside_layers_in_fp8(tmp_path, monkeypatch):
     compile_with_it = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compile_with_it)
@@ -312,7 +314,7 @@ def test_a_layer_that_trains_is_compiled_beside_layers_in_fp8(tmp_path, monkeypa
 
 
 @needs_fp8_products
-@pytest.mark.parametrize("fault", ["wrong scales", "no such kernel"])
+@pytest.mark.parametrize("fault", ["no such kernel", nightly("wrong scales")])
 def test_wrong_products_in_fp8_leave_the_weights_dequantised(fault, tmp_path, monkeypatch):
     compile_with_it = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compile_with_it)
