@@ -13,11 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmtrain.doctor.check import FailedError
 from mmtrain.model.llm.attention import (
     Documents,
-    describe_backends,
     packed_attention,
-    record_backends,
 )
 from mmtrain.model.llm.compiled import TOLERANCES
+from mmtrain.model.llm.kernels import describe_backends, record_backends
 
 TOKENS = 1024
 DOCUMENTS = 9

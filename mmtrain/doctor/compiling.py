@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig
 
 from mmtrain.doctor.check import FailedError, SkippedError
-from mmtrain.model.llm.attention import describe_backends
 from mmtrain.model.llm.compiled import Compiler, compiling
+from mmtrain.model.llm.kernels import describe_backends
 from mmtrain.model.llm.language import slice_of
 from mmtrain.model.llm.tiny import tiny_model
 

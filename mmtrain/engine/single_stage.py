@@ -16,8 +16,8 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.facts.models import Models
 from mmtrain.layouts.mrope import grid_positions
-from mmtrain.model.llm.attention import Backend
 from mmtrain.model.llm.compiled import Compiler, compiling
+from mmtrain.model.llm.kernels import Backend
 from mmtrain.model.llm.loss import count_answers
 from mmtrain.model.stage import Stage
 from mmtrain.plan.costs import typical_tiling, workload

@@ -36,8 +36,8 @@ from mmtrain.facts.shapes import matches_any
 from mmtrain.layouts.layout import Tiling
 from mmtrain.model.encoder.vision import load_vision
 from mmtrain.model.encoder.vision_tower import Grids, VisionTower
-from mmtrain.model.llm.attention import Backend, record_backends
 from mmtrain.model.llm.compiled import Compiler
+from mmtrain.model.llm.kernels import Backend, record_backends
 from mmtrain.model.llm.language import DecoderLayers, load_decoder_layers
 from mmtrain.model.llm.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.llm.parity import takes_rows

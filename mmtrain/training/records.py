@@ -32,7 +32,7 @@ from mmtrain.engine.process_groups import backend_name
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.trace import TRACE, TracedStep, finish_trace
 from mmtrain.engine.utilization import Utilization
-from mmtrain.model.llm.attention import describe_backends
+from mmtrain.model.llm.kernels import describe_backends
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.runtime.rank import Rank
 from mmtrain.training.answers import Answer

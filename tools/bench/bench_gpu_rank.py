@@ -39,8 +39,9 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.facts.models import models_of
 from mmtrain.model.encoder.vision import load_vision
-from mmtrain.model.llm.attention import ATTENTION, Backend, describe_backends
+from mmtrain.model.llm.attention import ATTENTION
 from mmtrain.model.llm.bookends import absent_modules, replace
+from mmtrain.model.llm.kernels import Backend, describe_backends
 from mmtrain.model.llm.language import DecoderLayers
 from mmtrain.model.llm.parity import takes_rows
 from mmtrain.model.stage import Stage, set_trainable

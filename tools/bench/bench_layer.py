@@ -1,4 +1,4 @@
-"""What a device makes of one decoder layer of a 7B: what to run first on a GPU.
+"""Measure one decoder layer of a 7B on a device: the first thing to run on a GPU.
 
     products   rates of matrix products of the layer's shapes: bfloat16, float32 without and with
                TF32, FP8 by row and by tensor, INT8; bandwidth of memory; transposing an FP8 matrix

@@ -22,8 +22,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mmtrain.base.printing import print_info
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.model.llm.attention import record_backends
 from mmtrain.model.llm.bookends import decoder_layers
+from mmtrain.model.llm.kernels import record_backends
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
 
 EXAMPLES = """\

@@ -30,8 +30,8 @@ from torch._inductor.codecache import cache_dir
 from mmtrain.base.devices import seconds_between, time_mark
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.model.llm.attention import Backend
-from mmtrain.model.llm.last_layer import Forward
+from mmtrain.model.llm.kernels import Backend
+from mmtrain.model.llm.last_layer import Forward, states_of
 from mmtrain.model.weights.fp8 import Fp8Linears
 from mmtrain.model.weights.streaming import StreamedLayer
 
@@ -182,7 +182,7 @@ class Trial:
 @torch.no_grad()
 def outcome(forward: Forward, layer: nn.Module, *arguments: Any, **options: Any) -> list[Tensor]:
     """Return a layer's result without gradients, as evaluations compute it."""
-    return [_states(forward(layer, *arguments, **options))]
+    return [states_of(forward(layer, *arguments, **options))]
 
 
 @torch.enable_grad()
@@ -195,19 +195,12 @@ def gradients_of(
 ) -> list[Tensor]:
     """Return a layer's result, and gradients of its input (B, L, D) and of what it trains."""
     hidden = hidden.detach().requires_grad_()
-    output = _states(forward(layer, hidden, *arguments, **options))
+    output = states_of(forward(layer, hidden, *arguments, **options))
     inputs = [hidden, *filter(requires_grad, layer.parameters())]
     generator = torch.Generator(output.device).manual_seed(0)
     upstream = torch.empty_like(output).normal_(generator=generator)
     gradients = torch.autograd.grad(output, inputs, upstream, materialize_grads=True)
     return [output.detach(), *gradients]
-
-
-def _states(output: Any) -> Tensor:
-    """Return the hidden states of a layer's result, which are alone or first of several."""
-    if isinstance(output, Tensor):
-        return output
-    return output[0]
 
 
 def disagreement(

@@ -44,6 +44,13 @@ def recomputing(forward: Forward) -> Forward:
     )
 
 
+def states_of(result: Any) -> Tensor:
+    """Return the hidden states of a layer's result, which are alone or first of several."""
+    if isinstance(result, tuple):
+        return result[0]
+    return result
+
+
 class Rows:
     """Rising places (S,) int64 of tokens in rows laid end to end, on the model's device and on the
     CPU.

@@ -26,8 +26,15 @@ from torch import Tensor, nn
 
 from mmtrain.base.devices import copied
 from mmtrain.base.printing import escape
-from mmtrain.model.llm.attention import Backend, Documents, NoPadding, note_backend
-from mmtrain.model.llm.last_layer import CACHE_ARGUMENTS, Forward, map_tokens, recomputing
+from mmtrain.model.llm.attention import Documents, NoPadding
+from mmtrain.model.llm.kernels import Backend, note_backend
+from mmtrain.model.llm.last_layer import (
+    CACHE_ARGUMENTS,
+    Forward,
+    map_tokens,
+    recomputing,
+    states_of,
+)
 
 _CACHES = {*CACHE_ARGUMENTS, "cache_params"}
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "softmax"}  # what the code of attention calls
@@ -174,7 +181,7 @@ class ByDocument:
                 return tokens.unflatten(0, (-1, length))
 
             results.append(self._run(call, sequences, chosen))
-        hidden = [_states(result).flatten(0, 1) for result in results]
+        hidden = [states_of(result).flatten(0, 1) for result in results]
         joined = hidden[0]
         if sequences.inverse is not None:
             joined = torch.cat(hidden).index_select(0, sequences.inverse)
@@ -191,7 +198,7 @@ class ByDocument:
             lambda tokens: tokens[None],
             **sequences.borders,
         )
-        return _like(result, _states(result)[0].unflatten(0, sequences.shape))
+        return _like(result, states_of(result)[0].unflatten(0, sequences.shape))
 
     def _run(
         self,
@@ -252,7 +259,7 @@ class ByDocument:
             return "kernels are compared on hidden states alone, and this layer needs more"
 
         def outcome(result: Any) -> Tensor:
-            states = _states(result)
+            states = states_of(result)
             (gradient,) = torch.autograd.grad(states, inputs, upstream.to(states.dtype))
             return torch.stack([states, gradient])
 
@@ -274,11 +281,6 @@ def _differ(result: Tensor, expected: Tensor) -> bool:
     gaps = (result - expected).float().abs().amax((1, 2, 3))
     most = expected.float().abs().amax((1, 2, 3))
     return not bool((gaps <= AGREEMENT * most).all())
-
-
-def _states(result: Any) -> Tensor:
-    """Return the hidden states of a mixer's result, which are alone or first of several."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _like(result: Any, hidden: Tensor) -> Any:

@@ -22,18 +22,16 @@ from transformers.masking_utils import (
 from mmtrain.model.llm import attention
 from mmtrain.model.llm.attention import (
     ATTENTION,
-    Backend,
     Documents,
     attend_by_document,
     attend_flash,
-    describe_backends,
     document_positions,
     flash_agrees,
     flash_varlen_attn,
     packed_attention,
     packed_mask,
-    record_backends,
 )
+from mmtrain.model.llm.kernels import Backend, describe_backends, record_backends
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 

@@ -10,8 +10,9 @@ from families import HYBRIDS
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from mmtrain.model.llm.attention import Backend, NoPadding
+from mmtrain.model.llm.attention import NoPadding
 from mmtrain.model.llm.bookends import decoder_layers
+from mmtrain.model.llm.kernels import Backend
 from mmtrain.model.llm.language import slice_of
 from mmtrain.model.llm.mixers import ByDocument, Sequences, mixers_of, running_on
 from mmtrain.model.llm.tiny import tiny_model
