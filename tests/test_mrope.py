@@ -174,6 +174,8 @@ def make(tmp_path_factory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
 DAILY = ("qwen3_vl", "paddleocr_vl")
 FAMILIES = sweep(MROPE, DAILY)
 TRAINED_FAMILIES = [("qwen3_vl", LAYOUTS[4:5]), *(nightly(kind, LAYOUTS) for kind in MROPE)]
+# Of the stock class itself: a change of the images' last bits changes its gradient by 1.6e-4.
+ROUNDING = {"qwen3_5_moe": 5e-4}
 TRAINED = {
     "model__trainable": ("projector", f"llm.layers.{LAST}.*", "llm.layers.*.lora_*"),
     "model__lora": {"r": 2, "alpha": 6, "targets": ("llm.layers.*.self_attn.q_proj",)},
@@ -210,7 +212,7 @@ def test_packed_stages_train_as_the_stock_class_on_each_document(make, kind, lay
             )
             assert all(rank[number]["audit"]["failures"] == [] for rank in by_rank)
     print(f"{kind}: worst relative gradient error {worst:.1e}")
-    assert worst <= 1e-5
+    assert worst <= ROUNDING.get(kind, 1e-5)
 
 
 # ---- positions
