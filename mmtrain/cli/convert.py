@@ -18,7 +18,8 @@ from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, print_result
 from mmtrain.exporting.tensors import DTYPES, INDEX, in_memory, new_folder, write_tensors
-from mmtrain.facts.model_files import DEQUANTISED, model_folder, read_weight_map
+from mmtrain.facts.model_files import model_folder, read_weight_map
+from mmtrain.facts.published import WHAT_IS_READ
 from mmtrain.model.weights.files import read_pickled
 
 EXAMPLES = """\
@@ -87,7 +88,7 @@ def convert(folder: Path, out: Path) -> None:
         for key, tensor in tensors.items():
             if tensor.dtype not in DTYPES.values():
                 raise UserError(
-                    f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}. {DEQUANTISED}"
+                    f"{shard}: {key} is stored as {str(tensor.dtype)[6:]}. {WHAT_IS_READ}"
                 )
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

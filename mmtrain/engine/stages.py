@@ -43,7 +43,7 @@ def streamed_layers(
             plan.streaming.weight_shards,
         )
         return StreamedLayers(PeerSource(sharing, device))
-    return StreamedLayers(quantised_source(source, device))
+    return StreamedLayers(quantised_source(source, device, plan.llm))
 
 
 def build_stages(

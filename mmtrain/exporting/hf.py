@@ -20,7 +20,7 @@ the LLM's family, tiny --exported, loaded by the class-->
 import itertools
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from mmtrain.exporting.vision import encoder_for_export, merged_encoder, wrapped
 from mmtrain.exporting.write_back import Written, write_back
 from mmtrain.facts.adapters import is_llm_adapter
 from mmtrain.facts.encoders import TIMM
-from mmtrain.facts.families import canonical_name, llm_tensors
+from mmtrain.facts.families import canonical_name, llm_config, llm_tensors
 from mmtrain.facts.model_files import model_config
 from mmtrain.facts.models import Models
 from mmtrain.model.llm.language import causal_config, config_from, llm_class, quiet
@@ -64,7 +64,7 @@ HEAD = "llm.head.weight"
 class ExportedModel:
     stock: ExportedClass
     folder: Path
-    kept_in_float32: set[str]  # names of tensors that were not cast
+    exact: set[str]  # names of tensors that were not cast: those in float32, and codes
     unmarked: str | None = None  # why the chat template does not mark answers, where it does not
     adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
 
@@ -114,8 +114,10 @@ def export_hf(
     if is_whole:
         refuse_loading_faults(stock, content, tensors)
     _untie(folder, tensors)
+    _say_what_is_coded(folder, tensors, models)
 
     kept = kept_in_float32(stock, content, tensors, dtype)
+    kept.update(name for name, source in tensors.items() if source.codes)
     write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
     form = "model" if about["vision"] else "text"
     shown["removed_code"] = code_named_in(models.llm_folder)
@@ -140,6 +142,37 @@ def _untie(folder: Path, tensors: Sources) -> None:
         for part in (content, content.get("text_config", {})):
             part["tie_word_embeddings"] = False
         write_json(folder / "config.json", content)
+
+
+def _say_what_is_coded(folder: Path, tensors: Sources, models: Models) -> None:
+    """Write quantization_config as the LLM's folder has it, but for modules that have no codes
+    here.
+    """
+    published = llm_config(models.llm_folder).get("quantization_config")
+    if not published:
+        return
+    content = model_config(folder)
+    content.pop("quantization_config", None)
+    coded = [name for name, source in tensors.items() if source.codes]
+    if coded:
+        without = {"modules_to_not_convert": _modules_without(coded, tensors)}
+        content["quantization_config"] = published | without
+    write_json(folder / "config.json", content)
+
+
+def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
+    """Return the outermost modules that have matrices, but none of the `coded` tensors."""
+
+    def modules(name: str) -> Iterator[str]:
+        return itertools.accumulate(name.removesuffix(".weight").split("."), "{}.{}".format)
+
+    with_codes = set(itertools.chain.from_iterable(map(modules, coded)))
+    without = {}
+    for name, source in tensors.items():
+        outer = next((module for module in modules(name) if module not in with_codes), None)
+        if outer is not None and len(source.shape) > 1:
+            without[outer] = None
+    return list(without)
 
 
 def _write_text(

@@ -10,7 +10,7 @@ it is written, cast to the export's type once.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from mmtrain.config.model import LoraSection
 from mmtrain.exporting.tensors import Sources, TensorSource, stored
 from mmtrain.facts.adapters import LORA_A, LORA_B, adapted_layer
 from mmtrain.facts.families import canonical_name, full_names, llm_config, llm_tensors, loaded_name
+from mmtrain.facts.settings import SYNONYMS
 from mmtrain.model.llm.language import causal_config, is_mrope_class, llm_class
 from mmtrain.model.weights.files import tensor_entries
 from mmtrain.stock.stock_class import ExportedClass, Settings
@@ -30,6 +31,7 @@ ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for ea
 # of every Llama saved before 2023; stock models compute it
 _OLD_BUFFER = r"rotary_emb\.inv_freq$"
 _ROWS_AT_ONCE = 4096
+_OF_FOLDERS = ("_name_or_path", "auto_map", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ def language_for_export(
     waiting = dict(trained)
     tensors = {}
     rows = 0
-    for on_disk, place in files.items():
+    for on_disk, entry in files.items():
         name = names[on_disk]
         if name not in own_names and is_ignored(name):
             continue
-        source = stored(*place)
+        source = stored(entry)
         global_name = canonical_name(loaded_name(config.model_type, name))
         own = waiting.pop(global_name, source)
         if own.shape != source.shape:
@@ -144,7 +146,7 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
         larger[have:] = (total / have).to(source.dtype)
         return larger
 
-    return replace(source, shape=(rows, *rest), read=read)
+    return TensorSource(source.dtype, (rows, *rest), read)
 
 
 def _text_config(
@@ -158,7 +160,7 @@ def _text_config(
         content = config.text_config.to_dict()
     else:
         content = llm_config(folder)
-    for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
+    for key in (*_OF_FOLDERS, *SYNONYMS["quantisation"]):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)
     # A default in one version of transformers may be none in another: what decides about tensors is

@@ -22,9 +22,11 @@ from mmtrain.exporting.published_files import write_json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.projector import connector, reduction
+from mmtrain.facts.quantised import BITS
 from mmtrain.facts.settings import Settings
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
+from mmtrain.model.weights.files import Entry
 from mmtrain.stock.exporters import refuse_unfit_format
 
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
@@ -41,6 +43,9 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
     loss = state["loss"]
     if not isinstance(loss, int | float):  # it is not finite
         loss = None
+    quantised_to = config.model.llm.quantize
+    if quantised_to not in BITS:
+        quantised_to = None
     max_tiles = vision_width = None
     if vision is None:
         llm_width = checkpoint.models.published_llm.hidden_size
@@ -54,7 +59,7 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
         "llm": config.model.llm.path,
         "llm_width": llm_width,
         "llm_dtype": config.model.llm.dtype,  # in which it was trained against
-        "llm_quantize": config.model.llm.quantize,  # of the run; exported weights are not quantised
+        "llm_quantize": quantised_to,  # in the run; exported weights are not
         "vision": vision and vision.name,
         "vision_select_layer": vision and vision.select_layer,
         "vision_final_norm": vision and vision.final_norm,
@@ -98,7 +103,7 @@ def run_tensors(checkpoint: StepFolder) -> Sources:
     for name, tensor in whole_projector(checkpoint).items():
         tensors[PROJECTOR + name] = in_memory(tensor)
     for name in read_header(checkpoint.tensors_file):
-        tensors[name] = stored(name, checkpoint.tensors_file)
+        tensors[name] = stored(Entry(name, checkpoint.tensors_file))
     return tensors
 
 

@@ -6,13 +6,15 @@ names -> TensorSource --cast_to--> --write_shards, file by file--> model-00001-o
 Each file is read again after it was written. Cost: memory for the tensors of one file.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +26,8 @@ from torch import Tensor
 from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.published_files import write_json
-from mmtrain.facts.model_files import DEQUANTISED
+from mmtrain.facts.published import BLOCKS
+from mmtrain.model.weights.files import Entry, open_tensors, read_stored
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
@@ -39,6 +42,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -49,6 +53,8 @@ class TensorSource:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    codes: Mapping[str, TensorSource] = field(default_factory=dict)
+    """Tensors to be written in its place, by what is added to its name."""
 
     @property
     def nbytes(self) -> int:
@@ -64,24 +70,26 @@ def in_memory(tensor: Tensor) -> TensorSource:
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
-def stored(name: str, file: Path) -> TensorSource:
-    """Return a tensor of a safetensors file.
+def stored(entry: Entry) -> TensorSource:
+    """Return a weight in safetensors files, with its codes where they are what is stored.
 
-    Raises UserError for a dtype such as 8-bit floats, which cannot be cast.
+    Raises UserError for a dtype that cannot be cast.
     """
-    with safe_open(file, framework="pt") as opened:
-        view = opened.get_slice(name)
+    with safe_open(entry.file, framework="pt") as opened:
+        view = opened.get_slice(entry.name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
     if dtype is None:
-        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}. {DEQUANTISED}")
+        raise UserError(f"{entry.file}: {entry.name} is stored as {view.get_dtype()}")
+    source = TensorSource(dtype, shape, lambda: read_stored(entry))
+    if entry.scales is None:
+        return source
 
-    def read() -> Tensor:
-        # Opened for each tensor: an open file's map keeps every page that was read, in the end the
-        # whole model.
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
-
-    return TensorSource(dtype, shape, read)
+    codes = {}
+    weight = entry.name.removesuffix(BLOCKS)
+    for part in (entry._replace(scales=None), entry.scales):
+        codes[part.name.removeprefix(weight)] = stored(part)
+    view = open_tensors({weight: entry})[weight]
+    return TensorSource(torch.float32, tuple(view.shape), lambda: view[...], codes)
 
 
 def named(tensors: Sources, begin: str) -> Sources:
@@ -94,7 +102,9 @@ def cast_to(
     tensors: Sources,
     keep: Collection[str] = (),
 ) -> Sources:
-    """Cast floating-point tensors to `dtype` when they are read, all but those named in `keep`.
+    """Return tensors as they are written: codes, and others cast to `dtype` when they are read.
+
+    Those named in `keep`, and what are no floating-point numbers, stay as they are.
 
     Reading one raises UserError for values that float16 cannot hold.
     """
@@ -115,7 +125,13 @@ def cast_to(
 
         return replace(source, dtype=dtype, read=read)
 
-    return {name: cast(name, source) for name, source in tensors.items()}
+    result = {}
+    for name, source in tensors.items():
+        for added, codes in source.codes.items():
+            result[name + added] = codes
+        if not source.codes:
+            result[name] = cast(name, source)
+    return result
 
 
 def write_tensors(

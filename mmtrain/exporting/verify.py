@@ -39,6 +39,7 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
+from mmtrain.facts.families import canonical_name, parts_on_disk
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.stage import Stage, build_stage
@@ -84,7 +85,9 @@ def compare_logits(
         merged = stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
-    exact = {name.replace(stock.decoder_names, "llm.", 1) for name in exported.kept_in_float32}
+    names = (name.replace(stock.decoder_names, "model.", 1) for name in exported.exact)
+    parts = parts_on_disk(checkpoint.models.published_llm.model_type, names)
+    exact = set(map(canonical_name, parts))
     expected = _own_logits(stage, batches, dtype, exact)
     del stage  # memory for one of the two is enough
 

@@ -199,7 +199,7 @@ def _from_transformers(
     # else config.json names it, and may name a kernel to be downloaded
     config._attn_implementation = "sdpa"
     files = family.own(encoder_tensors(folder, tensor_entries(folder)))
-    sources = {name: stored(*place) for name, place in files.items()}
+    sources = {name: stored(entry) for name, entry in files.items()}
     unused = family.unused(chosen.final_norm, source, chosen.merger)
     shapes = {name: source.shape for name, source in sources.items()}
     registers = family.prefix_tokens(shapes) - 1

@@ -51,12 +51,13 @@ def write_back(
     source = models.llm_folder
     copy_files(source, folder, is_whole=True)
     content = model_config(source)
+    content.pop("quantization_config", None)
     if content.get("dtype", content.get("torch_dtype")) != dtype:
         content.pop("torch_dtype", None)
         content["dtype"] = dtype
         write_json(folder / "config.json", content)
 
-    tensors = {name: stored(*entry) for name, entry in tensor_entries(source).items()}
+    tensors = {name: stored(entry) for name, entry in tensor_entries(source).items()}
     waiting = dict(trained)
     for global_name, name in _names_on_disk(source, tensors).items():
         own = tensors[name]

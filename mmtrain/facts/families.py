@@ -17,15 +17,16 @@ conversion_mapping.py.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.encoders import MROPE_ENCODERS
-from mmtrain.facts.model_files import DEQUANTISED, model_config
-from mmtrain.facts.settings import SYNONYMS, Settings, Shape, Shapes, check_layers
+from mmtrain.facts.model_files import model_config
+from mmtrain.facts.published import refuse_other_codes
+from mmtrain.facts.settings import Settings, Shape, Shapes, check_layers
 
 T = TypeVar("T")
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.|backbone\.)(?:decoder\.|language_model\.)?"
@@ -162,11 +163,7 @@ def check_family(config_json: Settings) -> None:
     if family in _UNFIT:
         raise UserError(f"{family} cannot be staged and packed: {_UNFIT[family]}. {_WHAT_WORKS}")
     check_layers(config_json, "config.json")
-    if (method := quantised_by(config_json)) is not None:
-        raise UserError(
-            f"{family}: this checkpoint is quantised ({method}), but gradients must flow "
-            f"through its layers. {DEQUANTISED}"
-        )
+    refuse_other_codes(config_json, family)
 
 
 def refuse_without_mrope(family: str, source: str) -> None:
@@ -176,14 +173,6 @@ def refuse_without_mrope(family: str, source: str) -> None:
             f"{source}: model.vision.layout needs M-RoPE, which transformers does not have for "
             f"{family}. Name an LLM of {', '.join(MROPE_MODELS)}, or set another layout"
         )
-
-
-def quantised_by(config_json: Settings) -> str | None:
-    """Return a checkpoint's method of quantisation, from its raw config.json; None: it has none."""
-    for settings in map(config_json.get, SYNONYMS["quantisation"]):
-        if settings:
-            return escape(str(settings.get("quant_method") or "unknown"))
-    return None
 
 
 def remote_code(config_json: Settings) -> str:
@@ -250,6 +239,20 @@ def parameters_on_disk(model_type: str, tensors: Shapes) -> Shapes:
         names = [name.replace(".block_sparse_moe.", ".mlp.") for name in parameters]
         return dict(zip(names, parameters.values(), strict=True))
     return parameters
+
+
+def parts_on_disk(model_type: str, matrices: Iterable[str]) -> dict[str, list[str]]:
+    """Map the stock model's parameters to the matrices on disk that their rows come from, in order.
+
+    Gates of experts stand before what they multiply: gate_proj and up_proj, w1 and w3.
+    """
+    parts: dict[str, list[str]] = {}
+    for on_disk in matrices:
+        for name in parameters_on_disk(model_type, {on_disk: (0, 0)}):
+            parts.setdefault(name, []).append(on_disk)
+    for names in parts.values():
+        names.sort(key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
+    return parts
 
 
 def _fused(
@@ -434,11 +437,10 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 def encoder_config(folder: Path) -> Settings:
     """Return config.json of the encoder in `folder`, which may be a whole model's.
 
-    A timm encoder's has an architecture. Raises UserError for weights that are quantised.
+    A timm encoder's has an architecture. Raises what `refuse_other_codes` raises.
     """
     content = model_config(folder)
-    if (method := quantised_by(content)) is not None:
-        raise UserError(f"{folder} cannot be used: it is quantised ({method}). {DEQUANTISED}")
+    refuse_other_codes(content, str(folder))
     if not holds_encoder(folder):
         return content
     # Qwen2-VL's vision_config has no model_type

@@ -17,18 +17,11 @@ from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
+from mmtrain.facts.published import Stored, Weight, weights_of
 from mmtrain.facts.settings import Settings, Shapes, check_settings
 
 CONFIG = "config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
-_STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
-DEQUANTISED = (
-    "Use its release in bfloat16 or, where its publisher has none (DeepSeek-V3, gpt-oss), a "
-    "bfloat16 copy of it on the hub"
-)
-_BUFFER = re.compile(
-    r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)"
-)
 # What a configuration says instead of a path: `demo:llm`, `demo:vision` and `demo:vision_native`
 # are frozen models that come with this package, `demo:train`, `demo:held-out` and their like are
 # shards that `demo.data` makes on first use.
@@ -160,10 +153,21 @@ def foreign_files(what: str) -> Iterator[None]:
 
 
 def tensor_shapes(folder: Path) -> Shapes | None:
-    """Return name and shape of every tensor in a folder's safetensors files, in file order.
+    """Return name and shape of every weight in a folder's safetensors files, in file order.
 
-    None if it has no weight files. Raises UserError for missing shards, a damaged file, `.bin`
-    weights alone, and weights of less than 16 bits.
+    None if it has no weight files. Raises what `stored_weights` raises.
+    """
+    weights = stored_weights(folder)
+    if weights is None:
+        return None
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+def stored_weights(folder: Path) -> dict[str, Weight] | None:
+    """Return every weight in a folder's safetensors files by name, in file order; None: no files.
+
+    Raises UserError for missing shards, a damaged file, `.bin` weights alone, and weights of less
+    than 16 bits that are not `published.weights_of` their codes.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -175,18 +179,18 @@ def tensor_shapes(folder: Path) -> Shapes | None:
                 f"{folder}: {len(missing)} of {len(files)} weight files named in "
                 f"{index.name} are missing, e.g. {missing[0]}. Finish the download"
             )
-        stored: Shapes = {}
+        stored: dict[str, Stored] = {}
         for file in files:
-            stored |= read_header(file, are_weights=True)
+            stored |= _read_header(file)
         for name, file_name in weight_map.items():
             if name not in stored:
                 raise UserError(f"{folder}: {index.name} names {name}, which is not in {file_name}")
-        return {name: stored[name] for name in weight_map}
+        return weights_of({name: stored[name] for name in weight_map}, folder)
 
     single = folder / "model.safetensors"
     refuse_lost_link(single)
     if single.is_file():
-        return read_header(single, are_weights=True)
+        return weights_of(_read_header(single), folder)
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled:
         raise UserError(
@@ -215,12 +219,15 @@ def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def read_header(file: Path, are_weights: bool = False) -> Shapes:
+def read_header(file: Path) -> Shapes:
     """Return name and shape of every tensor in one safetensors file, in the order of their bytes.
 
-    Reads its header alone. Raises UserError for a damaged file, and where it holds weights of less
-    than 16 bits that `are_weights` of a model.
+    Reads its header alone. Raises UserError for a damaged file.
     """
+    return {name: tensor.shape for name, tensor in _read_header(file).items()}
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)
@@ -245,13 +252,7 @@ def read_header(file: Path, are_weights: bool = False) -> Shapes:
             "Download it again"
         ) from None
 
-    shapes = {}
+    stored = {}
     for name, part in slices.items():
-        dtype = part.get_dtype()
-        if are_weights and dtype not in _STORED and not _BUFFER.fullmatch(name):
-            raise UserError(
-                f"{file}: {escape(name)} is stored as {dtype}; "
-                f"needed are floating-point numbers of 16 bits or more. {DEQUANTISED}"
-            )
-        shapes[name] = tuple(part.get_shape())
-    return shapes
+        stored[name] = Stored(part.get_dtype(), tuple(part.get_shape()))
+    return stored

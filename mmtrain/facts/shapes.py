@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
@@ -28,10 +29,12 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
     parameters_on_disk,
+    parts_on_disk,
     remote_code,
     scaled_by,
 )
-from mmtrain.facts.model_files import find_model_folder, no_model, tensor_shapes
+from mmtrain.facts.model_files import find_model_folder, no_model, stored_weights, tensor_shapes
+from mmtrain.facts.published import Weight
 from mmtrain.facts.recorded_shapes import find_recorded
 from mmtrain.facts.settings import (
     MAX_TOKEN_ID,
@@ -56,6 +59,7 @@ from mmtrain.facts.vision_files import (
 class ParameterShape:
     name: str  # the global one
     shape: Shape
+    coded_bytes: int | None = None  # of its codes and scales in the model's files, if it has any
 
     @property
     def numel(self) -> int:
@@ -87,6 +91,11 @@ class LlmShape:
     # of recurrent layers: tokens that stock code computes at once; 64 in the gated delta rule
     mixer_chunk: int = 64
     scaled_by: str = ""  # key of a scale or cap that multimodal classes lack
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether its files have codes for weights of decoder layers."""
+        return any(p.coded_bytes for layer in self.decoder for p in layer)
 
 
 @dataclass(frozen=True)
@@ -160,22 +169,36 @@ def llm_shape(path: str) -> LlmShape:
     Raises UserError if it is not known, or cannot be staged.
     """
     folder = find_model_folder(path)
-    tensors = None
+    weights = None
     if folder is not None:
         config_json = llm_config(folder)
         check_family(config_json)
-        tensors = tensor_shapes(folder)
-    if tensors is None and (recorded := find_recorded("llm", path)) is not None:
+        weights = stored_weights(folder)
+    if weights is None and (recorded := find_recorded("llm", path)) is not None:
         return llm_shape_from(recorded.config, recorded.parameters, f"recorded {recorded.id}")
     if folder is None:
         raise no_model(path)
-    if tensors is None:
+    if weights is None:
         raise _no_weights(folder, "model.llm.path", path)
-    tensors = llm_tensors(folder, tensors)
+    weights = llm_tensors(folder, weights)
+    tensors = {name: weight.shape for name, weight in weights.items()}
     check_sizes(config_json, tensors, str(folder))
     _refuse_adapters(tensors, folder)
-    parameters = parameters_on_disk(config_json["model_type"], tensors)
-    return llm_shape_from(config_json, parameters, str(folder))
+    family = config_json["model_type"]
+    parameters = parameters_on_disk(family, tensors)
+    return llm_shape_from(config_json, parameters, str(folder), _coded_bytes(family, weights))
+
+
+def _coded_bytes(family: str, weights: Mapping[str, Weight]) -> dict[str, int]:
+    """Return the bytes of codes and scales by parameter, of those that are all codes."""
+    if not any(weight.coded_bytes for weight in weights.values()):
+        return {}
+    result = {}
+    for name, parts in parts_on_disk(family, weights).items():
+        sizes = [weights[part].coded_bytes for part in parts]
+        if None not in sizes:
+            result[name] = sum(sizes)
+    return result
 
 
 def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
@@ -186,10 +209,15 @@ def _no_weights(folder: Path, key: str, arguments: str) -> UserError:
     )
 
 
-def llm_shape_from(config_json: Settings, parameters: Shapes, source: str) -> LlmShape:
+def llm_shape_from(
+    config_json: Settings,
+    parameters: Shapes,
+    source: str,
+    coded_bytes: Mapping[str, int] = MappingProxyType({}),
+) -> LlmShape:
     """Return the shape of a causal LM from its raw config.json and parameters by stock name."""
     check_family(config_json)
-    front, decoder, head = _parts(config_json, parameters, source)
+    front, decoder, head = _parts(config_json, parameters, source, coded_bytes)
     embedding = next(p for p in front if p.name == "llm.embedding.weight")
     vocab_size = embedding.shape[0]
     tied = _is_tied(config_json, any(p.name == "llm.head.weight" for p in head), source)
@@ -239,7 +267,10 @@ Parameters = list[ParameterShape]
 
 
 def _parts(
-    config_json: Settings, parameters: Shapes, source: str
+    config_json: Settings,
+    parameters: Shapes,
+    source: str,
+    coded_bytes: Mapping[str, int],
 ) -> tuple[Parameters, list[Parameters], Parameters]:
     """Return an LLM's parameters before its decoder layers, of each of these, and behind them.
 
@@ -249,7 +280,11 @@ def _parts(
     head: Parameters = []
     decoder: dict[int, Parameters] = {}
     for stock_name, shape in parameters.items():
-        parameter = ParameterShape(canonical_name(stock_name), shape)
+        parameter = ParameterShape(
+            canonical_name(stock_name),
+            shape,
+            coded_bytes.get(stock_name),
+        )
         if match := re.match(r"llm\.layers\.(\d+)\.", parameter.name):
             decoder.setdefault(int(match[1]), []).append(parameter)
         elif re.match(r"llm\.(norm|head)\.|.*\.project_out\.", parameter.name):

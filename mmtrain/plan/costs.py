@@ -277,7 +277,8 @@ class _LayerCosts:
         shapes = []
         trained = []
         for p in self.models.llm.decoder[index]:
-            shapes.append((p.name.removeprefix(name), p.shape, p.name in self.trained))
+            own_name = p.name.removeprefix(name)
+            shapes.append((own_name, p.shape, p.coded_bytes, p.name in self.trained))
             if p.name in self.trained:
                 trained.append(p.name)
         key = tuple(shapes), upstream, on_rows
@@ -347,8 +348,11 @@ class _LayerCosts:
         return flops if self.llm_size == FP32 else Flops()
 
     def fewer_bytes(self, parameter: ParameterShape) -> int:
+        whole = self.llm_size * parameter.numel
+        if self.quantisation == "published":
+            return parameter.coded_bytes or whole
         if self.quantisation is None or not is_quantised(parameter.name, parameter.shape):
-            return self.llm_size * parameter.numel
+            return whole
         return quantised_bytes(parameter.shape, self.quantisation)
 
     def layer(

@@ -27,7 +27,8 @@ from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig, TrainSection
 from mmtrain.facts.models import Models, models_of
-from mmtrain.facts.quantised import BITS
+from mmtrain.facts.quantised import BITS, CODED
+from mmtrain.facts.shapes import LlmShape
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import unit_of, wrapped
 from mmtrain.plan.planner import make_plan, memory_limit
@@ -152,7 +153,7 @@ def suggest(
     """
     models = models_of(config).read()
     limit = memory_limit(config.parallel, device_memory_bytes)
-    changes = candidates(config, len(models.llm.decoder), devices)
+    changes = candidates(config, models.llm, devices)
     check_run(config.changed(changes[0]), models)
     every = [_with_bound(config, x, models, limit, device) for x in changes]
     used = [x for x in every if x.costs.timings.device is not None and x.bound < math.inf] or every
@@ -265,7 +266,7 @@ def _smallest(
     """Return the layout that needs the least memory; raise UserError with what it needs if it does
     not fit.
     """
-    sources = ("host", "peers", None, *BITS)
+    sources = ("host", "peers", None, *CODED)
 
     def memory(candidate: _Candidate) -> tuple[int, ...]:
         pipeline, _, packs, source, shards = candidate.size
@@ -311,7 +312,7 @@ def what_fits(
     savings = [saving for saving in SAVINGS if overrides(config, saving)]
     added = [*itertools.accumulate(({}, *savings), operator.or_)]
     whole = itertools.starmap(operator.or_, itertools.product(_sizes(config, models), added))
-    quantised = [kept(0) | {"model.llm.quantize": bits} for bits in BITS]
+    quantised = [kept(0) | {"model.llm.quantize": codes} for codes in CODED]
     hints = [next(filter(None, map(planned, options)), "") for options in (whole, quantised)]
     if any(hints):
         return f"To use less memory (planned: it fits): {'; or '.join(filter(None, hints))}"
@@ -350,13 +351,14 @@ def _sizes(config: RunConfig, models: Models) -> Iterator[Changes]:
 # ---- candidates
 
 
-def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Changes]:
+def candidates(config: RunConfig, llm: LlmShape, devices: int) -> list[Changes]:
     """List all layouts that use `devices` devices, whether or not they fit in memory.
 
     Raises UserError if there is none, saying what would have to change.
     """
     if not 1 <= devices <= MAX_RANKS:
         raise UserError(f"{devices} devices: choose 1 to {MAX_RANKS:,} devices")
+    decoder_layers = len(llm.decoder)
     sizes = []
     for data in _divisors(devices):
         if devices // data <= decoder_layers + 2 and data <= MOST_REPLICAS:
@@ -365,7 +367,7 @@ def candidates(config: RunConfig, decoder_layers: int, devices: int) -> list[Cha
     layouts = []
     for pipeline, data in sizes:
         its_packs = _packs(config.train, config.data.pack_length, pipeline, data)
-        for packs, where in itertools.product(its_packs, _where_layers_are_kept(config, data)):
+        for packs, where in itertools.product(its_packs, _where_layers_are_kept(config, llm, data)):
             size = {
                 "parallel.pipeline": pipeline,
                 "parallel.data": data,
@@ -408,15 +410,19 @@ def _packs(
             yield count
 
 
-def _where_layers_are_kept(config: RunConfig, data: int) -> Iterator[Changes]:
+def _where_layers_are_kept(
+    config: RunConfig,
+    llm: LlmShape,
+    data: int,
+) -> Iterator[Changes]:
     """Yield the homes of frozen decoder layers: on the devices, in fewer bits, or fetched before
     they compute.
     """
     yield kept(0)
     if config.model.llm.quantize is not None:
         return
-    for bits in BITS:
-        yield kept(0) | {"model.llm.quantize": bits}
+    for codes in CODED if llm.is_coded else BITS:
+        yield kept(0) | {"model.llm.quantize": codes}
     yield kept("auto")
     if config.parallel.host_memory_gib is None:  # a key of streaming from the host
         for shards in _divisors(data)[1:]:

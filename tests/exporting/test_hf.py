@@ -182,7 +182,7 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_
     exported = export(checkpoint, tmp_path / "out", torch.bfloat16)
     found = weights(tmp_path / "out")
     kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
-    assert kept == set(exported.kept_in_float32) and len(kept) == 1
+    assert kept == set(exported.exact) and len(kept) == 1
     assert "e_score_correction_bias" in kept.pop()
     load_stock(tmp_path / "out", dtype="auto")
 

@@ -82,7 +82,7 @@ def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
     with pytest.MonkeyPatch.context() as patch:
         # without planning what would fit
         patch.setattr(planner, "does_not_fit", lambda *_: "too large")
-        for changes in candidates(config, len(models_of(config).llm.decoder), devices):
+        for changes in candidates(config, models_of(config).llm, devices):
             if "model.llm.quantize" in changes:
                 continue
             try:
@@ -115,7 +115,9 @@ def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all
     config = load_config(config_file, ["train.packs_per_step=12"])
     steps = all_steps(config, devices)
     suggestion = suggest(config, devices)
-    assert 0 < len(steps) < len(candidates(config, 32, devices)), "some fit, some do not"
+    assert 0 < len(steps) < len(candidates(config, models_of(config).llm, devices)), (
+        "some fit, some do not"
+    )
     assert suggestion.layouts[0].step_seconds <= NEAR * min(steps.values())
     assert any(
         layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts
@@ -149,7 +151,7 @@ def test_the_fastest_comes_first_and_more_packs_or_streaming_must_save_a_hundred
 def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_file) -> None:
     free = {"pipeline", "data", "streamed_layers", "stream_from", "weight_shards"}
     given = load_config(config_file)
-    every = candidates(given, 32, 4)
+    every = candidates(given, models_of(given).llm, 4)
     assert {x.get("model.llm.quantize") for x in every} == {None, "nf4", "int8", "fp8"}
     for changes in (x for x in every if "model.llm.quantize" not in x):
         config = load_config(config_file, as_options(changes))  # and so it is a valid one

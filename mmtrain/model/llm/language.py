@@ -586,6 +586,8 @@ def causal_config(
                     local_files_only=True,
                     trust_remote_code=False,
                 )
+    # transformers gets weights, not the codes that the files may have
+    vars(config).pop("quantization_config", None)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
         return _mrope_config(config)

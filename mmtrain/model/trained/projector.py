@@ -22,7 +22,7 @@ from mmtrain.facts.model_files import read_header
 from mmtrain.facts.models import Models
 from mmtrain.facts.projector import connector, connector_parameters, has_deepstack
 from mmtrain.model.trained.lora import generator_of
-from mmtrain.model.weights.files import open_tensors, read_pickled, tensor_entries
+from mmtrain.model.weights.files import Entry, open_tensors, read_pickled, tensor_entries
 from mmtrain.model.weights.fingerprint import fingerprint
 from mmtrain.model.weights.projector_files import (
     KEY,
@@ -218,7 +218,7 @@ def whole_projector(checkpoint: StepFolder) -> dict[str, Tensor]:
     if config.model.vision is None:
         return {}
     names = [name for name in read_header(file) if name.startswith(PROJECTOR)]
-    trained = open_tensors({name: (name, file) for name in names})
+    trained = open_tensors({name: Entry(name, file) for name in names})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
 
     models = checkpoint.models
@@ -291,7 +291,7 @@ def _read(files: ProjectorFiles) -> dict[str, Tensor]:
         return {f"{PROJECTOR}{name}": tensor for name, tensor in whole.items()}
     if not files.shapes:
         return read_pickled(source)
-    wanted = {name: (name, source) for name in files.shapes}
+    wanted = {name: Entry(name, source) for name in files.shapes}
     if source.is_dir():
         entries = tensor_entries(source)
         wanted = {name: entries[name] for name in files.shapes}

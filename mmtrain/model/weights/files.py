@@ -1,8 +1,8 @@
 """Weight files of others: safetensors opened tensor by tensor, and the one place that opens
 pickles.
 
-safetensors --headers--> name and file of every tensor --those wanted--> lazy handles: bytes are
-    read when asked for
+safetensors --headers--> entry of every weight --those wanted--> lazy handles: bytes are read, and
+    published codes dequantised, when asked for
 a pickle ----torch's weights_only unpickler--> {name: tensor, alone in its storage}
 
 A pickle is a program. `weights_only` runs only the part of it that makes tensors and containers of
@@ -10,11 +10,14 @@ them and refuses every other name (torch/_weights_only_unpickler.py); what comes
 before anything is done with it.
 """
 
+from __future__ import annotations
+
+import functools
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,36 +25,80 @@ from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.facts.model_files import read_json, tensor_shapes
+from mmtrain.facts.families import canonical_name, llm_config, llm_tensors, parts_on_disk
+from mmtrain.facts.model_files import read_json, stored_weights
+from mmtrain.model.weights.published import CodedWeight
 
-Entry = tuple[str, Path]  # a tensor's name on disk, and its safetensors file
 REFUSED_CALL = re.compile(
     r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)"
 )
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 
 
+class Entry(NamedTuple):
+    """The place of a tensor on disk."""
+
+    name: str
+    file: Path
+    scales: Entry | None = None  # where it holds codes
+
+
 def tensor_entries(folder: Path) -> dict[str, Entry]:
-    """Map the name of every tensor in a model's folder to its entry; raises what `tensor_shapes`
+    """Map the name of every weight in a model's folder to its entry; raises what `stored_weights`
     raises.
     """
-    shapes = tensor_shapes(folder)
-    if shapes is None:
+    weights = stored_weights(folder)
+    if weights is None:
         raise UserError(
             f"{folder}: holds no model.safetensors and no model.safetensors.index.json. Download "
             "the weights"
         )
     index = folder / "model.safetensors.index.json"
-    files = dict.fromkeys(shapes, "model.safetensors")
+    files = {}
     if index.is_file():
         files = read_json(index)["weight_map"]
-    return {name: (name, folder / files[name]) for name in shapes}
+
+    entries = {}
+    for name, weight in weights.items():
+        entry, *scales = (
+            Entry(part, folder / files.get(part, "model.safetensors")) for part in weight.names
+        )
+        entries[name] = entry._replace(scales=next(iter(scales), None))
+    return entries
 
 
 def open_tensors(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Open tensors lazily."""
-    opened = {file: safe_open(file, framework="pt") for _, file in entries.values()}
-    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in entries.items()}
+    """Open weights lazily: `[...]` reads one."""
+    open_file = functools.cache(functools.partial(safe_open, framework="pt"))
+    opened = {}
+    for name, entry in entries.items():
+        tensor = open_file(entry.file).get_slice(entry.name)
+        if entry.scales is not None:
+            scales = open_file(entry.scales.file).get_slice(entry.scales.name)
+            tensor = CodedWeight(tensor, scales)
+        opened[name] = tensor
+    return opened
+
+
+def read_stored(entry: Entry) -> Tensor:
+    """Read a tensor as it is on disk."""
+    # Opened for each tensor: an open file's map keeps every page that was read, in the end the
+    # whole model.
+    with safe_open(entry.file, framework="pt") as opened:
+        return opened.get_tensor(entry.name)
+
+
+def coded_parameters(folder: Path) -> dict[str, list[Entry]]:
+    """Map the LLM's parameters that are all codes on disk, by global name, to these codes in the
+    order of their rows.
+    """
+    entries = llm_tensors(folder, tensor_entries(folder))
+    coded = {}
+    for name, parts in parts_on_disk(llm_config(folder)["model_type"], entries).items():
+        of_name = [entries[part] for part in parts]
+        if all(entry.scales is not None for entry in of_name):
+            coded[canonical_name(name)] = of_name
+    return coded
 
 
 def read_pickled(file: Path) -> dict[str, Tensor]:

@@ -113,11 +113,11 @@ class StreamedLayer:
             parameter.data = home
             self.homes.append(home)
         self.loaded = [fingerprint(p) for p in self.parameters]  # as the files have them
+        self.unfetched: set[int] = set()
+        """Indices of parameters that fetches skip, because products read what is kept of them."""
         self.kept = source.keep(self)
         self._room = room
         self.wait: Wait | None = None
-        self.unfetched: set[int] = set()
-        """Indices of parameters that fetches skip, because products read what is kept of them."""
 
     def make_room(self) -> None:
         """Give the buffer memory, of unknown contents."""

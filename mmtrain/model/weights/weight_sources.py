@@ -5,6 +5,7 @@ host       all bytes of a layer, in memory that a GPU reads by itself (page-lock
 peers      1/S of them on each of S ranks' devices; a fetch is one all-gather
 nf4, int8, fp8  codes and scales on the device; a fetch dequantises. Compiled layers may multiply
            FP8 codes without a fetch
+published  the same, with the codes and scales that the LLM's files have
 """
 
 import hashlib
@@ -21,9 +22,12 @@ from torch import Tensor
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
+from mmtrain.facts.model_files import model_folder
 from mmtrain.facts.quantised import BLOCK, Quantisation, is_quantised
+from mmtrain.model.weights.files import coded_parameters, read_stored
 from mmtrain.model.weights.fingerprint import fingerprint
-from mmtrain.model.weights.fp8 import cast
+from mmtrain.model.weights.fp8 import FP8, cast
+from mmtrain.model.weights.published import dequantise
 from mmtrain.model.weights.streaming import SideStream, Source, StreamedLayer, Wait
 from mmtrain.plan.instructions import ALIGNMENT
 
@@ -218,11 +222,14 @@ class QuantisedSource(Source):
         kept = []
         for name, parameter in zip(layer.names, layer.parameters, strict=True):
             weight = parameter.detach()
-            if is_quantised(name, tuple(weight.shape)):
-                kept.append(Codes(*self._quantise(weight)))
-            else:
-                kept.append(Codes(weight.clone(), None))
+            kept.append(self._codes(name, weight) or Codes(weight.clone(), None))
         return kept
+
+    def _codes(self, name: str, weight: Tensor) -> Codes | None:
+        """Return what is kept of a parameter; None: all of its bits."""
+        if not is_quantised(name, tuple(weight.shape)):
+            return None
+        return Codes(*self._quantise(weight))
 
     def fetch(self, layer: StreamedLayer) -> Wait:
         return self._beside.run(lambda: self._fill(layer))
@@ -286,7 +293,56 @@ class Fp8Source(QuantisedSource):
         home.copy_(codes).mul_(state)
 
 
-def quantised_source(quantisation: Quantisation, device: torch.device) -> QuantisedSource:
+class PublishedSource(QuantisedSource):
+    """A store of the codes that an LLM's files have; fetches make the weights of these files."""
+
+    def __init__(self, device: torch.device, path: str) -> None:
+        super().__init__("published", device)
+        self._entries = coded_parameters(model_folder(path))
+
+    def _codes(self, name: str, weight: Tensor) -> Codes | None:
+        entries = self._entries.get(name)
+        if entries is None:
+            return None
+        codes = []
+        scales = []
+        for entry in entries:
+            codes.append(read_stored(entry).to(self.device))
+            scales.append(read_stored(entry.scales).to(self.device))
+        if len(entries) == 1:
+            return Codes(codes[0], scales[0])
+        return Codes(torch.stack(codes), torch.stack(scales))
+
+    def _dequantise(self, codes: Tensor, state: Tensor, home: Tensor) -> None:
+        if codes.dtype == FP8:
+            home = home.view(codes.shape)
+        dequantise(codes, state, home)
+
+    def keep(self, layer: StreamedLayer) -> Sequence[Codes]:
+        """Read the layer's codes. Raises UserError where they do not make the weights that were
+        loaded.
+        """
+        layer.kept = super().keep(layer)
+        self._fill(layer)
+        for name, parameter, loaded in zip(
+            layer.names, layer.parameters, layer.loaded, strict=True
+        ):
+            if fingerprint(parameter) != loaded:
+                raise UserError(
+                    f"{name}: its codes on disk are not, row by row, the weight that transformers "
+                    "loads. Leave model.llm.quantize out"
+                )
+        return layer.kept
+
+
+def quantised_source(
+    quantisation: Quantisation,
+    device: torch.device,
+    path: str = "",
+) -> QuantisedSource:
+    """Return the source of a quantisation; `path` is the LLM's, for `published`."""
+    if quantisation == "published":
+        return PublishedSource(device, path)
     if quantisation == "fp8":
         return Fp8Source(quantisation, device)
     return BlockSource(quantisation, device)

@@ -1,0 +1,47 @@
+"""Weights made of published codes and scales; facts/published.py has their forms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmtrain.facts.published import BLOCK, shape_of_blocks
+
+# of MXFP4's codes, e2m1: a sign, two bits of exponent, one of mantissa
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+
+
+class CodedWeight:
+    """A weight in a file, which is dequantised when it is read, by `[...]`, to float32."""
+
+    def __init__(self, codes: Any, scales: Any) -> None:
+        """Take safetensors' slices."""
+        self._codes = codes
+        self._scales = scales
+
+        self.shape = codes.get_shape()
+        if codes.get_dtype() == "U8":
+            self.shape = shape_of_blocks(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        weight = torch.empty(self.shape)
+        dequantise(self._codes[...], self._scales[...], weight)
+        return weight[index]
+
+
+def dequantise(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Fill a weight's memory, in its own type: each number is rounded once."""
+    if codes.dtype == torch.uint8:
+        values = torch.tensor(_FP4, device=codes.device)
+        # one expert at a time: the float32 numbers of all would not fit on a GPU
+        for of_expert, exponents, home in zip(codes, scales, weight, strict=True):
+            pairs = torch.stack((of_expert & 15, of_expert >> 4), -1)
+            groups = values[pairs.int()].flatten(-2)
+            home.copy_(torch.ldexp(groups, exponents[..., None].int() - 127).flatten(1).t())
+        return
+    weight.copy_(codes)
+    columns = weight.shape[-1]
+    for number, rows in enumerate(weight.split(BLOCK, -2)):
+        of_rows = scales[..., number : number + 1, :].float()
+        rows.mul_(of_rows.repeat_interleave(BLOCK, -1)[..., :columns])

@@ -1,0 +1,126 @@
+"""Runs beside an LLM that is published in FP8: the same numbers however its codes are kept, and they
+leave as they came.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+from coded_folders import write_codes
+from json_files import read_json
+from rank_runs import train
+from safetensors.torch import load_file
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.plan.plan import render
+from mmtrain.plan.planner import make_plan
+
+RUN = (
+    "model.llm.dtype=float32",
+    "model.lora.r=4",
+    "model.lora.alpha=8",
+    "model.lora.targets=[llm.layers.*.q_proj]",
+    "model.trainable=[projector, llm.layers.*.lora_*]",
+    "train.max_steps=3",
+    "optimizer.lr=0.02",
+    "checkpoint.every_minutes=null",
+    "data.workers=0",
+)
+PUBLISHED = "model.llm.quantize=published"
+LAYOUTS = {
+    "dequantised": ("parallel.pipeline=1",),
+    "streamed": ("parallel.pipeline=1", "parallel.streamed_layers=8"),
+    "one": ("parallel.pipeline=1", PUBLISHED),
+    "two": ("parallel.pipeline=2", PUBLISHED),
+}
+
+
+@pytest.fixture(scope="module")
+def coded(tiny, tmp_path_factory):
+    """The tiny run's LLM in FP8."""
+    folder = tmp_path_factory.mktemp("coded") / "llm"
+    shutil.copytree(tiny / "llm", folder)
+    write_codes(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(tiny, coded):
+    return tiny / "config.yaml", *RUN, f"model.llm.path={coded}"
+
+
+@pytest.fixture(scope="module")
+def runs(start, tmp_path_factory):
+    start = (*start, f"run.dir={tmp_path_factory.mktemp('runs')}")
+    return {name: train(*start, f"run.name={name}", *how) for name, how in LAYOUTS.items()}
+
+
+def test_every_way_of_keeping_codes_gives_the_same_run(runs):
+    expected = runs["dequantised"].losses()
+    assert runs["one"].losses() == runs["streamed"].losses() == expected
+    assert list(runs["two"].losses().values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    states = {name: run.checkpoint(3).state for name, run in runs.items()}
+    assert states["one"]["frozen_fingerprint"] == states["two"]["frozen_fingerprint"]
+    assert states["one"]["frozen_files"] == states["dequantised"]["frozen_files"]
+    audit = read_json(runs["two"].folder / "audit.json")["ranks"]
+    assert [rank["frozen"]["streamed_from"] for rank in audit] == ["published", "published"]
+
+
+def test_a_run_beside_codes_resumes_with_the_same_bits(start, runs, tmp_path):
+    start = (*start, PUBLISHED, "parallel.pipeline=2", f"run.dir={tmp_path}")
+    train(*start, "run.name=cut", "train.max_steps=3", "checkpoint.every_steps=1")
+    resumed = train(
+        *start, "run.name=on", resume=tmp_path / "cut" / "checkpoints" / "step-00000001"
+    )
+    ours, theirs = (load_file(run.checkpoint(3).tensors_file) for run in (resumed, runs["two"]))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_plan_knows_their_bytes_and_calls_it_no_other_llm(start):
+    config = load_config(start[0], [*start[1:], PUBLISHED, "parallel.pipeline=1"])
+    plan = make_plan(config)
+    said = " ".join(" ".join(render(plan)).split())
+    assert "quantised layers: published, made whole before each use" in said
+    assert "another LLM" not in said
+    whole = make_plan(config.changed({"model.llm.quantize": None}))
+    assert plan.ranks[0].weight_bytes < whole.ranks[0].weight_bytes
+
+
+def test_published_needs_codes(tiny):
+    config = load_config(tiny / "config.yaml", [*RUN, PUBLISHED])
+    with pytest.raises(UserError, match=r"published, but the decoder layers of .* have no FP8 or"):
+        make_plan(config)
+
+
+@pytest.mark.parametrize("layout", ["two", "dequantised"])
+def test_codes_are_exported_byte_for_byte_and_merged_weights_in_the_exports_type(
+    coded, runs, tmp_path, layout
+):
+    out = tmp_path / "out"
+    options = ["--format", "hf", "--dtype", "float32", "--verify", "4", "--out", str(out)]
+    assert main(["export", str(runs[layout].folder), *options]) == 0
+    assert "quantised" not in (out / "README.md").read_text()
+    published = load_file(coded / "model.safetensors")
+    exported = {}
+    for file in out.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            exported[re.sub(r"^.*language_model\.(model\.)?", "", name)] = tensor
+    codes = {name.removeprefix("model."): t for name, t in published.items() if "_proj" in name}
+    assert codes
+    for name, tensor in codes.items():
+        if "q_proj" not in name:
+            assert exported[name].dtype == tensor.dtype
+            assert torch.equal(exported[name].view(torch.uint8), tensor.view(torch.uint8))
+        elif name.endswith("_scale_inv"):
+            assert name not in exported
+        else:
+            assert exported[name].dtype == torch.float32
+    settings = read_json(out / "config.json")["quantization_config"]
+    assert settings["weight_block_size"] == [128, 128]
+    assert any(module.endswith("q_proj") for module in settings["modules_to_not_convert"])
