@@ -9,14 +9,19 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from coded_folders import write_codes
 from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file
+from untrained_runs import compared, export, make_checkpoint, weights
+from whole_models import save_whole
 
+import mmtrain
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.facts.models import models_of
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
 
@@ -124,3 +129,26 @@ def test_codes_are_exported_byte_for_byte_and_merged_weights_in_the_exports_type
     settings = read_json(out / "config.json")["quantization_config"]
     assert settings["weight_block_size"] == [128, 128]
     assert any(module.endswith("q_proj") for module in settings["modules_to_not_convert"])
+
+
+@pytest.mark.slow
+def test_a_whole_model_with_codes_is_written_back_byte_for_byte(make_tiny, tiny, tmp_path):
+    folder, out = tmp_path / "whole", tmp_path / "out"
+    save_whole("qwen3_vl", folder, make_tiny.make_tokenizer())
+    write_codes(folder)
+    content = yaml.safe_load((tiny / "config.yaml").read_text())
+    content["model"] = {"pretrained": str(folder)}
+    content["data"]["template"] = "chat"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    config = mmtrain.load_config(tmp_path / "config.yaml")
+    assert models_of(config).llm.is_coded
+    checkpoint = make_checkpoint(tmp_path / "run", config)
+    exported = export(checkpoint, out)
+    assert compared(checkpoint, exported, torch.float32, 2).passed
+    before, after = load_file(folder / "model.safetensors"), weights(out)
+    changed = set()
+    for name, tensor in before.items():
+        if not torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)):
+            changed.add(name)
+    assert before.keys() == after.keys() and changed
+    assert all("merger" in name for name in changed)

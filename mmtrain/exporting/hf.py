@@ -114,10 +114,10 @@ def export_hf(
     if is_whole:
         refuse_loading_faults(stock, content, tensors)
     _untie(folder, tensors)
-    _say_what_is_coded(folder, tensors, models)
+    coded = {name for name, source in tensors.items() if source.codes}
+    _say_what_is_coded(folder, tensors, coded, models)
 
-    kept = kept_in_float32(stock, content, tensors, dtype)
-    kept.update(name for name, source in tensors.items() if source.codes)
+    kept = kept_in_float32(stock, content, tensors, dtype) | coded
     write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
     form = "model" if about["vision"] else "text"
     shown["removed_code"] = code_named_in(models.llm_folder)
@@ -144,7 +144,12 @@ def _untie(folder: Path, tensors: Sources) -> None:
         write_json(folder / "config.json", content)
 
 
-def _say_what_is_coded(folder: Path, tensors: Sources, models: Models) -> None:
+def _say_what_is_coded(
+    folder: Path,
+    tensors: Sources,
+    coded: set[str],
+    models: Models,
+) -> None:
     """Write quantization_config as the LLM's folder has it, but for modules that have no codes
     here.
     """
@@ -153,7 +158,6 @@ def _say_what_is_coded(folder: Path, tensors: Sources, models: Models) -> None:
         return
     content = model_config(folder)
     content.pop("quantization_config", None)
-    coded = [name for name, source in tensors.items() if source.codes]
     if coded:
         without = {"modules_to_not_convert": _modules_without(coded, tensors)}
         content["quantization_config"] = published | without
@@ -169,7 +173,7 @@ def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
     with_codes = set(itertools.chain.from_iterable(map(modules, coded)))
     without = {}
     for name, source in tensors.items():
-        outer = next((module for module in modules(name) if module not in with_codes), None)
+        outer = next(itertools.filterfalse(with_codes.__contains__, modules(name)), None)
         if outer is not None and len(source.shape) > 1:
             without[outer] = None
     return list(without)

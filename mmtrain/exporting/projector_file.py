@@ -22,7 +22,6 @@ from mmtrain.exporting.published_files import write_json
 from mmtrain.exporting.tensors import Sources, cast_to, in_memory, stored, write_tensors
 from mmtrain.facts.model_files import read_header
 from mmtrain.facts.projector import connector, reduction
-from mmtrain.facts.quantised import BITS
 from mmtrain.facts.settings import Settings
 from mmtrain.layouts.registry import LAYOUTS
 from mmtrain.model.trained.projector import PROJECTOR, whole_projector
@@ -43,9 +42,6 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
     loss = state["loss"]
     if not isinstance(loss, int | float):  # it is not finite
         loss = None
-    quantised_to = config.model.llm.quantize
-    if quantised_to not in BITS:
-        quantised_to = None
     max_tiles = vision_width = None
     if vision is None:
         llm_width = checkpoint.models.published_llm.hidden_size
@@ -59,7 +55,7 @@ def origin(checkpoint: StepFolder, tensors: Sources) -> Settings:
         "llm": config.model.llm.path,
         "llm_width": llm_width,
         "llm_dtype": config.model.llm.dtype,  # in which it was trained against
-        "llm_quantize": quantised_to,  # in the run; exported weights are not
+        "llm_quantize": config.model.llm.quantize,  # of the run; exports are as published
         "vision": vision and vision.name,
         "vision_select_layer": vision and vision.select_layer,
         "vision_final_norm": vision and vision.final_norm,

@@ -251,7 +251,7 @@ def parts_on_disk(model_type: str, matrices: Iterable[str]) -> dict[str, list[st
         for name in parameters_on_disk(model_type, {on_disk: (0, 0)}):
             parts.setdefault(name, []).append(on_disk)
     for names in parts.values():
-        names.sort(key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
+        names.sort(key=lambda name: (list(map(int, re.findall(r"\d+", name))), name))
     return parts
 
 

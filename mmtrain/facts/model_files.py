@@ -17,7 +17,7 @@ from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, refuse_lost_link
-from mmtrain.facts.published import Stored, Weight, weights_of
+from mmtrain.facts.published import Stored, Weight, shapes_of, weights_of
 from mmtrain.facts.settings import Settings, Shapes, check_settings
 
 CONFIG = "config.json"
@@ -160,7 +160,7 @@ def tensor_shapes(folder: Path) -> Shapes | None:
     weights = stored_weights(folder)
     if weights is None:
         return None
-    return {name: weight.shape for name, weight in weights.items()}
+    return shapes_of(weights)
 
 
 def stored_weights(folder: Path) -> dict[str, Weight] | None:
@@ -182,10 +182,12 @@ def stored_weights(folder: Path) -> dict[str, Weight] | None:
         stored: dict[str, Stored] = {}
         for file in files:
             stored |= _read_header(file)
+        named = {}
         for name, file_name in weight_map.items():
             if name not in stored:
                 raise UserError(f"{folder}: {index.name} names {name}, which is not in {file_name}")
-        return weights_of({name: stored[name] for name in weight_map}, folder)
+            named[name] = stored[name]
+        return weights_of(named, folder)
 
     single = folder / "model.safetensors"
     refuse_lost_link(single)
@@ -224,7 +226,7 @@ def read_header(file: Path) -> Shapes:
 
     Reads its header alone. Raises UserError for a damaged file.
     """
-    return {name: tensor.shape for name, tensor in _read_header(file).items()}
+    return shapes_of(_read_header(file))
 
 
 def _read_header(file: Path) -> dict[str, Stored]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
-from mmtrain.facts.settings import SYNONYMS, Settings, Shape
+from mmtrain.facts.settings import SYNONYMS, Settings, Shape, Shapes
 
 BLOCK = 128  # weights a side that share a scale, of FP8
 GROUP = 32  # weights that share a scale, of MXFP4
@@ -68,28 +68,33 @@ def weights_of(stored: Mapping[str, Stored], folder: Path) -> dict[str, Weight]:
 
     Raises UserError for codes without the scales above, and other types of less than 16 bits.
     """
-    names = {}  # of scales by codes, and of both by the weight
+    scales = {}  # names of scales by that of their codes
     for name, tensor in stored.items():
         if tensor.dtype == "F8_E4M3":
-            names[name] = (name, f"{name}_scale_inv")
+            scales[name] = f"{name}_scale_inv"
         elif tensor.dtype == "U8" and name.endswith(BLOCKS):
-            weight = name.removesuffix(BLOCKS)
-            names[weight] = (name, f"{weight}_scales")
-    coded = {part: weight for weight, parts in names.items() for part in parts}
+            scales[name] = f"{name.removesuffix(BLOCKS)}_scales"
 
     weights = {}
+    beside_codes = set(scales.values())
     for name, tensor in stored.items():
-        weight = coded.get(name)
-        if weight is None:
-            if tensor.dtype not in _WEIGHTS and not _BUFFER.fullmatch(name):
-                raise UserError(
-                    f"{folder}: {escape(name)} is stored as {tensor.dtype}, which is no "
-                    f"floating-point number of 16 bits or more. {WHAT_IS_READ}"
-                )
+        if name in beside_codes:
+            continue
+        if name in scales:
+            names = (name, scales[name])
+            weights[name.removesuffix(BLOCKS)] = _coded(names, stored, folder)
+        elif tensor.dtype in _WEIGHTS or _BUFFER.fullmatch(name):
             weights[name] = Weight(tensor.shape, (name,))
-        elif name == names[weight][0]:
-            weights[weight] = _coded(names[weight], stored, folder)
+        else:
+            raise UserError(
+                f"{folder}: {escape(name)} is stored as {tensor.dtype}, which is no floating-point "
+                f"number of 16 bits or more. {WHAT_IS_READ}"
+            )
     return weights
+
+
+def shapes_of(tensors: Mapping[str, Stored] | Mapping[str, Weight]) -> Shapes:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def shape_of_blocks(blocks: Shape) -> Shape:

@@ -8,8 +8,11 @@ Importing AutoConfig or timm imports torch, 3 s each.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,12 +32,11 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
     parameters_on_disk,
-    parts_on_disk,
     remote_code,
     scaled_by,
 )
 from mmtrain.facts.model_files import find_model_folder, no_model, stored_weights, tensor_shapes
-from mmtrain.facts.published import Weight
+from mmtrain.facts.published import Weight, shapes_of
 from mmtrain.facts.recorded_shapes import find_recorded
 from mmtrain.facts.settings import (
     MAX_TOKEN_ID,
@@ -95,7 +97,8 @@ class LlmShape:
     @property
     def is_coded(self) -> bool:
         """Whether its files have codes for weights of decoder layers."""
-        return any(p.coded_bytes for layer in self.decoder for p in layer)
+        parameters = itertools.chain.from_iterable(self.decoder)
+        return any(map(operator.attrgetter("coded_bytes"), parameters))
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def llm_shape(path: str) -> LlmShape:
     if weights is None:
         raise _no_weights(folder, "model.llm.path", path)
     weights = llm_tensors(folder, weights)
-    tensors = {name: weight.shape for name, weight in weights.items()}
+    tensors = shapes_of(weights)
     check_sizes(config_json, tensors, str(folder))
     _refuse_adapters(tensors, folder)
     family = config_json["model_type"]
@@ -189,16 +192,14 @@ def llm_shape(path: str) -> LlmShape:
     return llm_shape_from(config_json, parameters, str(folder), _coded_bytes(family, weights))
 
 
-def _coded_bytes(family: str, weights: Mapping[str, Weight]) -> dict[str, int]:
-    """Return the bytes of codes and scales by parameter, of those that are all codes."""
-    if not any(weight.coded_bytes for weight in weights.values()):
-        return {}
-    result = {}
-    for name, parts in parts_on_disk(family, weights).items():
-        sizes = [weights[part].coded_bytes for part in parts]
-        if None not in sizes:
-            result[name] = sum(sizes)
-    return result
+def _coded_bytes(family: str, weights: Mapping[str, Weight]) -> Counter[str]:
+    """Return the bytes of codes and scales by parameter."""
+    sizes = Counter()
+    for on_disk, weight in weights.items():
+        if weight.coded_bytes is not None:
+            for name in parameters_on_disk(family, {on_disk: weight.shape}):
+                sizes[name] += weight.coded_bytes
+    return sizes
 
 
 def _no_weights(folder: Path, key: str, arguments: str) -> UserError:

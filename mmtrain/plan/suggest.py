@@ -421,8 +421,10 @@ def _where_layers_are_kept(
     yield kept(0)
     if config.model.llm.quantize is not None:
         return
-    for codes in CODED if llm.is_coded else BITS:
-        yield kept(0) | {"model.llm.quantize": codes}
+    if llm.is_coded:
+        yield kept(0) | {"model.llm.quantize": "published"}
+    for bits in BITS:
+        yield kept(0) | {"model.llm.quantize": bits}
     yield kept("auto")
     if config.parallel.host_memory_gib is None:  # a key of streaming from the host
         for shards in _divisors(data)[1:]:

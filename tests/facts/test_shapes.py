@@ -419,9 +419,9 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
             "zamba2 .*: its layers share the weights of one attention block",
         ),
         (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"gpt_oss: this checkpoint is quantised \(mxfp4\).*Use its release in bfloat16 or.*a "
-            r"bfloat16 copy of it",
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
+            r"gpt_oss: its weights are quantised \(gptq\)\. Use its release in bfloat16, in FP8 by "
+            r"blocks of 128 x 128 or in MXFP4 or, .* a bfloat16 copy of it",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},

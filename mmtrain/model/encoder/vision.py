@@ -31,7 +31,7 @@ from mmtrain.facts.vision_files import is_timm_name, square
 from mmtrain.model.encoder import moonvit
 from mmtrain.model.encoder.native_tower import NativeTower, Unmerged, on_its_device
 from mmtrain.model.encoder.vision_tower import Blocks, VisionTower, drop_other_blocks
-from mmtrain.model.llm.language import cut_class, quiet
+from mmtrain.model.llm.language import cut_class, forget_codes, quiet
 from mmtrain.model.llm.tiny import randomise, shrink
 from mmtrain.model.weights.files import Entry, open_tensors, tensor_entries
 
@@ -239,6 +239,7 @@ def stock_config(
         config = kind.from_dict(encoder_config(folder))
     else:
         config = kind.from_pretrained(folder)
+    forget_codes(config)
     # Qwen's and GLM's: in transformers 5.17 they do not know the usual names
     if hasattr(config, "depth"):
         kind.attribute_map = {

@@ -586,8 +586,7 @@ def causal_config(
                     local_files_only=True,
                     trust_remote_code=False,
                 )
-    # transformers gets weights, not the codes that the files may have
-    vars(config).pop("quantization_config", None)
+    forget_codes(config)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if family in MROPE_MODELS and (mrope or not is_causal):
         return _mrope_config(config)
@@ -596,6 +595,11 @@ def causal_config(
             f"{folder}: {family} has no causal LM in transformers {transformers.__version__}"
         )
     return config
+
+
+def forget_codes(config: PreTrainedConfig) -> None:
+    """Let transformers load weights, as which published codes are read."""
+    vars(config).pop("quantization_config", None)
 
 
 def _mrope_config(language: PreTrainedConfig) -> PreTrainedConfig:

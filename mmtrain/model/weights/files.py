@@ -60,10 +60,10 @@ def tensor_entries(folder: Path) -> dict[str, Entry]:
 
     entries = {}
     for name, weight in weights.items():
-        entry, *scales = (
-            Entry(part, folder / files.get(part, "model.safetensors")) for part in weight.names
-        )
-        entries[name] = entry._replace(scales=next(iter(scales), None))
+        entry = None
+        for part in reversed(weight.names):  # codes are behind their scales then
+            entry = Entry(part, folder / files.get(part, "model.safetensors"), entry)
+        entries[name] = entry
     return entries
 
 
@@ -89,16 +89,17 @@ def read_stored(entry: Entry) -> Tensor:
 
 
 def coded_parameters(folder: Path) -> dict[str, list[Entry]]:
-    """Map the LLM's parameters that are all codes on disk, by global name, to these codes in the
-    order of their rows.
+    """Map the LLM's parameters that are codes on disk, by global name, to these, in their rows'
+    order.
     """
-    entries = llm_tensors(folder, tensor_entries(folder))
     coded = {}
-    for name, parts in parts_on_disk(llm_config(folder)["model_type"], entries).items():
-        of_name = [entries[part] for part in parts]
-        if all(entry.scales is not None for entry in of_name):
-            coded[canonical_name(name)] = of_name
-    return coded
+    for name, entry in llm_tensors(folder, tensor_entries(folder)).items():
+        if entry.scales is not None:
+            coded[name] = entry
+    parameters = {}
+    for name, parts in parts_on_disk(llm_config(folder)["model_type"], coded).items():
+        parameters[canonical_name(name)] = list(map(coded.__getitem__, parts))
+    return parameters
 
 
 def read_pickled(file: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from functools import cache, partial
 import pytest
 import timm
 import torch
+from coded_folders import write_codes
 from json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
@@ -17,6 +18,7 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.facts.shapes import vision_shape
 from mmtrain.model.encoder.vision import load_vision
+from mmtrain.model.weights.files import open_tensors, tensor_entries
 
 
 def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -238,18 +240,37 @@ def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folder, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"hidden_act": "evil"},
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        ({"hidden_act": "evil"}, "cannot be used"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            r"its weights are quantised \(bitsandbytes\)",
+        ),
     ],
 )
-def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folder, tmp_path, change):
+def test_an_encoder_that_cannot_be_read_is_refused_by_its_folder(
+    hf_folder, tmp_path, change, message
+):
     folder = shutil.copytree(hf_folder("clip_vision"), tmp_path / "clip")
     config = read_json(folder / "config.json") | change
     write_json(folder / "config.json", config)
-    with pytest.raises(UserError, match=f"{folder} cannot be used"):
+    with pytest.raises(UserError, match=f"{folder}:? {message}"):
         load_vision(str(folder), -2, torch.float32)
+
+
+def test_an_encoder_with_published_codes_is_the_one_that_they_stand_for(hf_folder, tmp_path):
+    coded, plain = (shutil.copytree(hf_folder("clip_vision"), tmp_path / name) for name in "ab")
+    write_codes(coded)
+    entries = tensor_entries(coded)
+    assert any(entry.scales is not None for entry in entries.values())
+    dequantised = {name: weight[...] for name, weight in open_tensors(entries).items()}
+    save_file(dequantised, plain / "model.safetensors", metadata={"format": "pt"})
+    ours, expected = (
+        load_vision(str(one), -2, torch.float32).state_dict() for one in (coded, plain)
+    )
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
 @pytest.mark.parametrize("arguments", [{"act_layer": "os.system"}, {"no_such_argument": 1}])
