@@ -117,7 +117,7 @@ def write_codes(folder: Path) -> None:
 
 def coded_folder(family: str, folder: Path, **values: object) -> Path:
     """Save a tiny LLM as codes; return its folder."""
-    config = family_config(family, **COMMON, **CODED_FAMILIES[family], **values)
+    config = family_config(family, **{**COMMON, **CODED_FAMILIES[family], **values})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     randomise(model, seed=0)
     model.save_pretrained(folder)

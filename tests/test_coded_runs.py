@@ -22,8 +22,10 @@ from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.facts.models import models_of
+from mmtrain.facts.shapes import llm_shape
 from mmtrain.plan.plan import render
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.suggest import candidates
 
 RUN = (
     "model.llm.dtype=float32",
@@ -97,9 +99,17 @@ def test_a_plan_knows_their_bytes_and_calls_it_no_other_llm(start):
     assert plan.ranks[0].weight_bytes < whole.ranks[0].weight_bytes
 
 
+def test_layouts_with_published_codes_are_tried_where_there_are_any(tiny, start):
+    config = load_config(start[0], start[1:])
+    published = {"model.llm.quantize": "published"}
+    for path, expected in ((config.model.llm.path, True), (str(tiny / "llm"), False)):
+        layouts = candidates(config, llm_shape(path), 1)
+        assert any(published.items() <= layout.items() for layout in layouts) == expected
+
+
 def test_published_needs_codes(tiny):
     config = load_config(tiny / "config.yaml", [*RUN, PUBLISHED])
-    with pytest.raises(UserError, match=r"published, but the decoder layers of .* have no FP8 or"):
+    with pytest.raises(UserError, match=r"published needs .* FP8 or MXFP4 codes; .* has none"):
         make_plan(config)
 
 
@@ -141,7 +151,7 @@ def test_a_whole_model_with_codes_is_written_back_byte_for_byte(make_tiny, tiny,
     content["data"]["template"] = "chat"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     config = mmtrain.load_config(tmp_path / "config.yaml")
-    assert models_of(config).llm.is_coded
+    assert models_of(config).llm.has_published_codes
     checkpoint = make_checkpoint(tmp_path / "run", config)
     exported = export(checkpoint, out)
     assert compared(checkpoint, exported, torch.float32, 2).passed

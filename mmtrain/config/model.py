@@ -24,12 +24,12 @@ class LlmSection(Section):
     """storage and compute type of the frozen LLM; the default is float32 where model.pretrained
     names a float32 folder"""
     quantize: Kept[Literal["published", "nf4", "int8", "fp8"] | None] = None
-    """keep the decoder layers in which only adapters train in fewer bits; null: all weights are in
-    dtype. published: the FP8 or MXFP4 codes in path, which is the same model. The others quantise
-    it: it then differs slightly from the one in path, and exports are for the one in path. nf4: 4
-    bits a weight, int8: 8 (both need pip install 'mmtrain[quantize]'). fp8: 8 bits, without a
-    library; compiled layers multiply it directly on GPUs of compute capability 8.9 or higher. All
-    else computes in dtype"""
+    """keep the decoder layers in which only adapters train in fewer bits; null: in dtype.
+    published: as the FP8 or MXFP4 codes in path, which are the same model. The others quantise the
+    model in path: it then differs slightly, and exports are for the one in path. nf4: 4 bits a
+    weight, int8: 8 (both need pip install 'mmtrain[quantize]'). fp8: 8 bits, without a library;
+    compiled layers multiply it directly on GPUs of compute capability 8.9 or higher. All others
+    compute in dtype"""
 
 
 class VisionSection(Section):

@@ -115,7 +115,7 @@ def export_hf(
         refuse_loading_faults(stock, content, tensors)
     _untie(folder, tensors)
     coded = {name for name, source in tensors.items() if source.codes}
-    _say_what_is_coded(folder, tensors, coded, models)
+    _declare_codes(folder, tensors, coded, models)
 
     kept = kept_in_float32(stock, content, tensors, dtype) | coded
     write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
@@ -144,15 +144,13 @@ def _untie(folder: Path, tensors: Sources) -> None:
         write_json(folder / "config.json", content)
 
 
-def _say_what_is_coded(
+def _declare_codes(
     folder: Path,
     tensors: Sources,
     coded: set[str],
     models: Models,
 ) -> None:
-    """Write quantization_config as the LLM's folder has it, but for modules that have no codes
-    here.
-    """
+    """Write the LLM's quantization_config, with the modules that have no codes in this folder."""
     published = llm_config(models.llm_folder).get("quantization_config")
     if not published:
         return
@@ -168,14 +166,15 @@ def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
     """Return the outermost modules that have matrices, but none of the `coded` tensors."""
 
     def modules(name: str) -> Iterator[str]:
+        """Yield a, a.b, a.b.c of a.b.c.weight."""
         return itertools.accumulate(name.removesuffix(".weight").split("."), "{}.{}".format)
 
     with_codes = set(itertools.chain.from_iterable(map(modules, coded)))
-    without = {}
+    without = {}  # keys alone, in order
     for name, source in tensors.items():
-        outer = next(itertools.filterfalse(with_codes.__contains__, modules(name)), None)
-        if outer is not None and len(source.shape) > 1:
-            without[outer] = None
+        outermost = next(itertools.filterfalse(with_codes.__contains__, modules(name)), None)
+        if outermost is not None and len(source.shape) > 1:
+            without[outermost] = None
     return list(without)
 
 

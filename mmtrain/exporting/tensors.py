@@ -26,8 +26,9 @@ from torch import Tensor
 from mmtrain.base.durable import flush, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.published_files import write_json
-from mmtrain.facts.published import BLOCKS
+from mmtrain.facts.published import MXFP4_CODES, WHAT_IS_READ
 from mmtrain.model.weights.files import Entry, open_tensors, read_stored
+from mmtrain.model.weights.published import CodedWeight
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
@@ -54,7 +55,8 @@ class TensorSource:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     codes: Mapping[str, TensorSource] = field(default_factory=dict)
-    """Tensors to be written in its place, by what is added to its name."""
+    """Tensors to be written in its place, by what is added to its name; who changes what is read
+    makes a new source, without them."""
 
     @property
     def nbytes(self) -> int:
@@ -79,17 +81,23 @@ def stored(entry: Entry) -> TensorSource:
         view = opened.get_slice(entry.name)
         dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
     if dtype is None:
-        raise UserError(f"{entry.file}: {entry.name} is stored as {view.get_dtype()}")
+        raise UserError(
+            f"{entry.file}: {entry.name} is stored as {view.get_dtype()}. {WHAT_IS_READ}"
+        )
     source = TensorSource(dtype, shape, lambda: read_stored(entry))
     if entry.scales is None:
         return source
 
     codes = {}
-    weight = entry.name.removesuffix(BLOCKS)
+    weight = entry.name.removesuffix(MXFP4_CODES)
     for part in (entry._replace(scales=None), entry.scales):
         codes[part.name.removeprefix(weight)] = stored(part)
-    view = open_tensors({weight: entry})[weight]
-    return TensorSource(torch.float32, tuple(view.shape), lambda: view[...], codes)
+
+    def coded() -> CodedWeight:
+        # opened for each read: a system has room for some 65,000 open files
+        return open_tensors({weight: entry})[weight]
+
+    return TensorSource(torch.float32, tuple(coded().shape), lambda: coded()[...], codes)
 
 
 def named(tensors: Sources, begin: str) -> Sources:

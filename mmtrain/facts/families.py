@@ -17,7 +17,7 @@ conversion_mapping.py.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -200,9 +200,10 @@ def full_names(model_type: str, names: Collection[str]) -> dict[str, str]:
     full = dict(zip(names, names, strict=True))
     if any(canonical_name(name).startswith("llm.layers.") for name in names):
         return full
+    prefix = BASE_PREFIX.get(model_type, "model.")
     for name in names:
         if not _HEAD.fullmatch(name):
-            full[name] = BASE_PREFIX.get(model_type, "model.") + name
+            full[name] = prefix + name.removeprefix(prefix)
     return full
 
 
@@ -241,14 +242,15 @@ def parameters_on_disk(model_type: str, tensors: Shapes) -> Shapes:
     return parameters
 
 
-def parts_on_disk(model_type: str, matrices: Iterable[str]) -> dict[str, list[str]]:
-    """Map the stock model's parameters to the matrices on disk that their rows come from, in order.
+def parts_on_disk(model_type: str, tensors: Collection[str]) -> dict[str, list[str]]:
+    """Map the stock model's parameters to the tensors on disk that their rows come from, in order.
 
-    Gates of experts stand before what they multiply: gate_proj and up_proj, w1 and w3.
+    Experts follow each other; of each, its gate stands before what the gate multiplies (gate_proj
+    and up_proj, w1 and w3), as their names are sorted.
     """
     parts: dict[str, list[str]] = {}
-    for on_disk in matrices:
-        for name in parameters_on_disk(model_type, {on_disk: (0, 0)}):
+    for on_disk, full_name in full_names(model_type, tensors).items():
+        for name in parameters_on_disk(model_type, {full_name: (0, 0)}):
             parts.setdefault(name, []).append(on_disk)
     for names in parts.values():
         names.sort(key=lambda name: (list(map(int, re.findall(r"\d+", name))), name))

@@ -17,13 +17,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import escape
 from mmtrain.facts.settings import SYNONYMS, Settings, Shape, Shapes
 
-BLOCK = 128  # weights a side that share a scale, of FP8
-GROUP = 32  # weights that share a scale, of MXFP4
+FP8_BLOCK = 128  # weights a side that share a scale
+MXFP4_GROUP = 32  # weights that share a scale
+MXFP4_CODES = "_blocks"  # behind the weight's name
 WHAT_IS_READ = (
-    "Use its release in bfloat16, in FP8 by blocks of 128 x 128 or in MXFP4 or, where its "
-    "publisher has none, a bfloat16 copy of it on the hub"
+    "Use a release of it in bfloat16, in FP8 by blocks of 128 x 128 or in MXFP4; if its publisher "
+    "has none, a bfloat16 copy on the hub"
 )
-BLOCKS = "_blocks"  # behind the names of MXFP4's codes
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _SCALE_BYTES = {"F8_E4M3": {"F32": 4, "BF16": 2}, "U8": {"U8": 1}}  # by type of codes and scales
 _BUFFER = re.compile(
@@ -32,7 +32,7 @@ _BUFFER = re.compile(
 
 
 class Stored(NamedTuple):
-    """A tensor by the header of its safetensors file."""
+    """A tensor as its safetensors file's header describes it."""
 
     dtype: str
     shape: Shape
@@ -42,20 +42,23 @@ class Weight(NamedTuple):
     """A weight in a model's files."""
 
     shape: Shape
-    names: tuple[str, ...]  # on disk: its own, or those of its codes and of their scales
-    coded_bytes: int | None = None  # of codes and scales; None: it has none
+    name: str  # of the tensor on disk that holds it, or its codes
+    scales: str | None = None  # name of the codes' scales
+    coded_bytes: int | None = None  # of codes and scales
 
 
 def refuse_other_codes(config_json: Settings, source: str) -> None:
     """Raise UserError for a checkpoint whose raw config.json says that its weights are quantised
     otherwise.
     """
-    for settings in map(config_json.get, SYNONYMS["quantisation"]):
+    for key in SYNONYMS["quantisation"]:
+        settings = config_json.get(key)
         if not settings:
             continue
         method = settings.get("quant_method")
         blocks = settings.get("weight_block_size")
-        if method == "mxfp4" or (method == "fp8" and blocks == [BLOCK, BLOCK]):
+        is_read = method == "mxfp4" or (method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK])
+        if is_read and key == "quantization_config":
             continue
         said = str(method or "unknown")
         if method == "fp8":
@@ -66,14 +69,15 @@ def refuse_other_codes(config_json: Settings, source: str) -> None:
 def weights_of(stored: Mapping[str, Stored], folder: Path) -> dict[str, Weight]:
     """Return the weights that a folder's tensors stand for, by name, in their order.
 
-    Raises UserError for codes without the scales above, and other types of less than 16 bits.
+    Raises UserError for codes that do not have the scales above, and for other types of less than
+    16 bits.
     """
-    scales = {}  # names of scales by that of their codes
+    scales = {}  # names of scales by the name of their codes
     for name, tensor in stored.items():
         if tensor.dtype == "F8_E4M3":
             scales[name] = f"{name}_scale_inv"
-        elif tensor.dtype == "U8" and name.endswith(BLOCKS):
-            scales[name] = f"{name.removesuffix(BLOCKS)}_scales"
+        elif tensor.dtype == "U8" and name.endswith(MXFP4_CODES):
+            scales[name] = f"{name.removesuffix(MXFP4_CODES)}_scales"
 
     weights = {}
     beside_codes = set(scales.values())
@@ -81,10 +85,10 @@ def weights_of(stored: Mapping[str, Stored], folder: Path) -> dict[str, Weight]:
         if name in beside_codes:
             continue
         if name in scales:
-            names = (name, scales[name])
-            weights[name.removesuffix(BLOCKS)] = _coded(names, stored, folder)
+            weight = _coded(name, scales[name], stored, folder)
+            weights[name.removesuffix(MXFP4_CODES)] = weight
         elif tensor.dtype in _WEIGHTS or _BUFFER.fullmatch(name):
-            weights[name] = Weight(tensor.shape, (name,))
+            weights[name] = Weight(tensor.shape, name)
         else:
             raise UserError(
                 f"{folder}: {escape(name)} is stored as {tensor.dtype}, which is no floating-point "
@@ -100,24 +104,37 @@ def shapes_of(tensors: Mapping[str, Stored] | Mapping[str, Weight]) -> Shapes:
 def shape_of_blocks(blocks: Shape) -> Shape:
     """Return the shape of the weight that MXFP4's X_blocks stands for."""
     experts, columns, groups, _ = blocks
-    return experts, groups * GROUP, columns
+    return experts, groups * MXFP4_GROUP, columns
 
 
-def _coded(names: tuple[str, str], stored: Mapping[str, Stored], folder: Path) -> Weight:
-    """Return the weight of two tensors; raises UserError where they are not of one."""
-    codes = stored[names[0]]
-    scales = stored.get(names[1], Stored("nothing", ()))
-    shape = grid = None
+def _coded(
+    name: str,
+    scales_name: str,
+    stored: Mapping[str, Stored],
+    folder: Path,
+) -> Weight:
+    """Return the weight of codes and their scales; raises UserError where these do not fit."""
+    codes = stored[name]
+    said = f"{folder}: {escape(name)} is {codes.dtype} {codes.shape}"
     if codes.dtype == "F8_E4M3" and len(codes.shape) > 1:
         *most, rows, columns = shape = codes.shape
-        grid = (*most, -(-rows // BLOCK), -(-columns // BLOCK))
-    elif codes.dtype == "U8" and len(codes.shape) == 4 and 2 * codes.shape[3] == GROUP:
+        grid = (*most, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    elif codes.dtype == "U8" and len(codes.shape) == 4 and 2 * codes.shape[3] == MXFP4_GROUP:
         shape = shape_of_blocks(codes.shape)
         grid = codes.shape[:-1]
-    scale_bytes = _SCALE_BYTES[codes.dtype].get(scales.dtype)
-    if shape is None or grid != scales.shape or scale_bytes is None:
+    else:
+        raise UserError(f"{said}, which is no matrix of codes. {WHAT_IS_READ}")
+
+    sizes = _SCALE_BYTES[codes.dtype]
+    scales = stored.get(scales_name)
+    if scales is None:
         raise UserError(
-            f"{folder}: {escape(names[0])} is {codes.dtype} {codes.shape}, but its scales "
-            f"{escape(names[1])} are {scales.dtype} {scales.shape}. {WHAT_IS_READ}"
+            f"{said}, but its scales, {escape(scales_name)}, are missing. {WHAT_IS_READ}"
         )
-    return Weight(shape, names, math.prod(codes.shape) + scale_bytes * math.prod(grid))
+    if scales.shape != grid or scales.dtype not in sizes:
+        raise UserError(
+            f"{said}; needed are scales of {' or '.join(sizes)} {grid}, but {escape(scales_name)} "
+            f"is {scales.dtype} {scales.shape}. {WHAT_IS_READ}"
+        )
+    size = math.prod(codes.shape) + sizes[scales.dtype] * math.prod(grid)
+    return Weight(shape, name, scales_name, size)

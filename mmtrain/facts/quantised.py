@@ -16,7 +16,7 @@ from mmtrain.facts.shapes import Shape
 Quantisation = Literal["published", "nf4", "int8", "fp8"]
 BLOCK = {"nf4": 64, "int8": 256}  # weights that share a scale
 BITS = {"nf4": 4, "int8": 8, "fp8": 8}  # the LLM then differs from the one in its files
-CODED = ("published", *BITS)
+QUANTISATIONS = ("published", *BITS)
 _SMALL = re.compile(
     r"\.(gate|router|router\.layer|shared_expert_gate|conv1d|conv)\.weight$|\.A_log$"
 )

@@ -12,7 +12,6 @@ import itertools
 import math
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -32,6 +31,7 @@ from mmtrain.facts.families import (
     llm_config,
     llm_tensors,
     parameters_on_disk,
+    parts_on_disk,
     remote_code,
     scaled_by,
 )
@@ -95,7 +95,7 @@ class LlmShape:
     scaled_by: str = ""  # key of a scale or cap that multimodal classes lack
 
     @property
-    def is_coded(self) -> bool:
+    def has_published_codes(self) -> bool:
         """Whether its files have codes for weights of decoder layers."""
         parameters = itertools.chain.from_iterable(self.decoder)
         return any(map(operator.attrgetter("coded_bytes"), parameters))
@@ -189,16 +189,27 @@ def llm_shape(path: str) -> LlmShape:
     _refuse_adapters(tensors, folder)
     family = config_json["model_type"]
     parameters = parameters_on_disk(family, tensors)
-    return llm_shape_from(config_json, parameters, str(folder), _coded_bytes(family, weights))
+    coded_bytes = _coded_bytes(family, weights)
+    if coded_bytes and not config_json.get("quantization_config"):
+        raise UserError(
+            f"{folder}: its weights are FP8 or MXFP4 codes, but config.json has no "
+            "quantization_config that says so. Download it again"
+        )
+    return llm_shape_from(config_json, parameters, str(folder), coded_bytes)
 
 
-def _coded_bytes(family: str, weights: Mapping[str, Weight]) -> Counter[str]:
-    """Return the bytes of codes and scales by parameter."""
-    sizes = Counter()
-    for on_disk, weight in weights.items():
-        if weight.coded_bytes is not None:
-            for name in parameters_on_disk(family, {on_disk: weight.shape}):
-                sizes[name] += weight.coded_bytes
+def _coded_bytes(family: str, weights: Mapping[str, Weight]) -> dict[str, int]:
+    """Return the bytes of codes and scales of each parameter whose every part is coded."""
+    sizes = {}
+    for name, parts in parts_on_disk(family, weights).items():
+        size = 0
+        for part in parts:
+            part_bytes = weights[part].coded_bytes
+            if part_bytes is None:
+                break
+            size += part_bytes
+        else:
+            sizes[name] = size
     return sizes
 
 

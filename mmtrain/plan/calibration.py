@@ -30,7 +30,7 @@ from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.facts.models import Models
-from mmtrain.facts.quantised import CODED
+from mmtrain.facts.quantised import QUANTISATIONS
 from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.optimizer_kinds import FP32
 from mmtrain.plan.simulate import MessageCost
@@ -355,7 +355,7 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         fetch_seconds_per_byte={
             "host": 1 / device.host_bytes_per_second,
             "peers": 1 / device.bytes_per_second,
-            **dict.fromkeys(CODED, 1 / device.dequantised_bytes_per_second),
+            **dict.fromkeys(QUANTISATIONS, 1 / device.dequantised_bytes_per_second),
         },
     )
 

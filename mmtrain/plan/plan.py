@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mmtrain.base.printing import bytes_text, counted, table_lines, terminal_width
-from mmtrain.facts.quantised import BITS, CODED, Quantisation
+from mmtrain.facts.quantised import BITS, QUANTISATIONS, Quantisation
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import Chain, ranks_of
@@ -353,7 +353,7 @@ def _rank(plan: Plan, rank: RankPlan) -> str:
     if rank.recompute_layers:
         text += f"; {rank.recompute_layers} of {layers} layers recompute"
     if rank.streamed_layers:
-        how = "quantised" if plan.streaming.source in CODED else "streamed"
+        how = "quantised" if plan.streaming.source in QUANTISATIONS else "streamed"
         text += f"; {rank.streamed_layers} of {layers} layers are {how}"
     return text
 
@@ -417,7 +417,7 @@ def _fetches(plan: Plan, streaming: StreamingPlan, rank: RankPlan) -> Iterator[s
             f"fetches hide behind computing from {streaming.hidden_from_tokens:,} tokens a "
             f"micro-batch on; it has {streaming.microbatch_tokens:,}"
         )
-    if streaming.source in CODED:
+    if streaming.source in QUANTISATIONS:
         how = "made whole before each use"
         if streaming.source == "fp8":
             how += ", unless compiled layers multiply them directly"

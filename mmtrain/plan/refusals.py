@@ -12,7 +12,7 @@ from mmtrain.config.parallel import ParallelSection
 from mmtrain.config.schema import DataSection, OptimizerGroupSection, RunConfig
 from mmtrain.facts.adapters import is_adapter
 from mmtrain.facts.models import Models
-from mmtrain.facts.quantised import CODED, Quantisation
+from mmtrain.facts.quantised import QUANTISATIONS, Quantisation
 from mmtrain.facts.shapes import VisionShape, matches_any
 from mmtrain.facts.tokenizer_files import refuse_missing_marks
 from mmtrain.facts.vision_files import check_preprocessing, unfit_filter
@@ -202,10 +202,10 @@ def _check_streaming(
             )
         key = "model.llm.quantize"
         value = quantisation
-        if value == "published" and not models.llm.is_coded:
+        if value == "published" and not models.llm.has_published_codes:
             raise UserError(
-                f"{key}: published, but the decoder layers of {models.llm.source} have no FP8 or "
-                "MXFP4 codes. Leave it out, or use nf4, int8 or fp8"
+                f"{key}: published needs the files of an LLM whose decoder layers have FP8 or "
+                f"MXFP4 codes; {models.llm.source} has none. Leave it out, or use nf4, int8 or fp8"
             )
     elif not streams:
         return
@@ -375,7 +375,7 @@ def _needs(stages: range, cut: Cut, cost: RankCost, costs: StageCosts) -> str:
         f"{bytes_text(cost.total_bytes)} = weights {bytes_text(cost.weight_bytes)}"
     )
     if cost.streamed_count:
-        how = "quantised" if costs.setting.streaming.source in CODED else "streamed"
+        how = "quantised" if costs.setting.streaming.source in QUANTISATIONS else "streamed"
         text += f" ({cost.streamed_count} layers {how})"
     text += (
         f" + optimizer {bytes_text(cost.state_bytes)}"

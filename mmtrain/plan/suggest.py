@@ -27,7 +27,7 @@ from mmtrain.config.load import validated
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig, TrainSection
 from mmtrain.facts.models import Models, models_of
-from mmtrain.facts.quantised import BITS, CODED
+from mmtrain.facts.quantised import BITS, QUANTISATIONS
 from mmtrain.facts.shapes import LlmShape
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.plan import unit_of, wrapped
@@ -266,7 +266,7 @@ def _smallest(
     """Return the layout that needs the least memory; raise UserError with what it needs if it does
     not fit.
     """
-    sources = ("host", "peers", None, *CODED)
+    sources = ("host", "peers", None, *QUANTISATIONS)
 
     def memory(candidate: _Candidate) -> tuple[int, ...]:
         pipeline, _, packs, source, shards = candidate.size
@@ -312,7 +312,7 @@ def what_fits(
     savings = [saving for saving in SAVINGS if overrides(config, saving)]
     added = [*itertools.accumulate(({}, *savings), operator.or_)]
     whole = itertools.starmap(operator.or_, itertools.product(_sizes(config, models), added))
-    quantised = [kept(0) | {"model.llm.quantize": codes} for codes in CODED]
+    quantised = [kept(0) | {"model.llm.quantize": codes} for codes in QUANTISATIONS]
     hints = [next(filter(None, map(planned, options)), "") for options in (whole, quantised)]
     if any(hints):
         return f"To use less memory (planned: it fits): {'; or '.join(filter(None, hints))}"
@@ -421,7 +421,7 @@ def _where_layers_are_kept(
     yield kept(0)
     if config.model.llm.quantize is not None:
         return
-    if llm.is_coded:
+    if llm.has_published_codes:
         yield kept(0) | {"model.llm.quantize": "published"}
     for bits in BITS:
         yield kept(0) | {"model.llm.quantize": bits}

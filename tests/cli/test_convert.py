@@ -75,7 +75,7 @@ def test_weights_of_a_quantised_model_are_refused_and_leave_nothing(tmp_path, ca
     (tmp_path / "config.json").write_text("{}")
     assert main(["convert", str(tmp_path)]) == 2
     assert (
-        "a is stored as float8_e5m2. Use its release in bfloat16, in FP8 by blocks of 128 x 128"
+        "a is stored as float8_e5m2. Use a release of it in bfloat16, in FP8 by blocks of 128 x 128"
         in capsys.readouterr().err
     )
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}

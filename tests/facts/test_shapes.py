@@ -420,8 +420,8 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
-            r"gpt_oss: its weights are quantised \(gptq\)\. Use its release in bfloat16, in FP8 by "
-            r"blocks of 128 x 128 or in MXFP4 or, .* a bfloat16 copy of it",
+            r"gpt_oss: its weights are quantised \(gptq\)\. Use a release of it in bfloat16, in FP8 by "
+            r"blocks of 128 x 128 or in MXFP4; .* a bfloat16 copy",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama"}},

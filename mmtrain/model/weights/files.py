@@ -58,12 +58,15 @@ def tensor_entries(folder: Path) -> dict[str, Entry]:
     if index.is_file():
         files = read_json(index)["weight_map"]
 
+    def place(name: str, scales: Entry | None = None) -> Entry:
+        return Entry(name, folder / files.get(name, "model.safetensors"), scales)
+
     entries = {}
     for name, weight in weights.items():
-        entry = None
-        for part in reversed(weight.names):  # codes are behind their scales then
-            entry = Entry(part, folder / files.get(part, "model.safetensors"), entry)
-        entries[name] = entry
+        scales = None
+        if weight.scales is not None:
+            scales = place(weight.scales)
+        entries[name] = place(weight.name, scales)
     return entries
 
 
@@ -89,16 +92,15 @@ def read_stored(entry: Entry) -> Tensor:
 
 
 def coded_parameters(folder: Path) -> dict[str, list[Entry]]:
-    """Map the LLM's parameters that are codes on disk, by global name, to these, in their rows'
-    order.
+    """Map the LLM's parameters whose every part is codes on disk, by global name, to these, in the
+    order of the parameter's rows.
     """
-    coded = {}
-    for name, entry in llm_tensors(folder, tensor_entries(folder)).items():
-        if entry.scales is not None:
-            coded[name] = entry
+    entries = llm_tensors(folder, tensor_entries(folder))
     parameters = {}
-    for name, parts in parts_on_disk(llm_config(folder)["model_type"], coded).items():
-        parameters[canonical_name(name)] = list(map(coded.__getitem__, parts))
+    for name, parts in parts_on_disk(llm_config(folder)["model_type"], entries).items():
+        its_entries = [entries[part] for part in parts]
+        if all(entry.scales is not None for entry in its_entries):
+            parameters[canonical_name(name)] = its_entries
     return parameters
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.facts.published import BLOCK, shape_of_blocks
+from mmtrain.facts.published import FP8_BLOCK, shape_of_blocks
 
 # of MXFP4's codes, e2m1: a sign, two bits of exponent, one of mantissa
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,17 +31,36 @@ class CodedWeight:
 
 
 def dequantise(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
-    """Fill a weight's memory, in its own type: each number is rounded once."""
+    """Fill a weight's memory, in its own type.
+
+    A number is rounded once: codes are exact in every type that is computed in, powers of two
+    change no mantissa.
+    """
     if codes.dtype == torch.uint8:
-        values = torch.tensor(_FP4, device=codes.device)
-        # one expert at a time: the float32 numbers of all would not fit on a GPU
-        for of_expert, exponents, home in zip(codes, scales, weight, strict=True):
-            pairs = torch.stack((of_expert & 15, of_expert >> 4), -1)
-            groups = values[pairs.int()].flatten(-2)
-            home.copy_(torch.ldexp(groups, exponents[..., None].int() - 127).flatten(1).t())
-        return
+        _dequantise_mxfp4(codes, scales, weight)
+    else:
+        _dequantise_fp8(codes, scales, weight)
+
+
+def _dequantise_mxfp4(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Fill a weight (E, K, N) by codes (E, N, K / 32, 16) and scales (E, N, K / 32).
+
+    A byte holds the code of an even column in its lower bits, and the next one's in its upper.
+    """
+    values = torch.tensor(_FP4, device=codes.device)
+    # one expert at a time: the float32 numbers of all would not fit on a GPU
+    for of_expert, exponents, home in zip(codes, scales, weight, strict=True):
+        pairs = torch.stack((of_expert & 15, of_expert >> 4), -1)
+        groups = values[pairs.int()].flatten(-2)
+        home.copy_(torch.ldexp(groups, exponents[..., None].int() - 127).flatten(1).t())
+
+
+def _dequantise_fp8(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Fill a weight (..., N, K) by codes of its shape and scales (..., N / 128, K / 128), rounded
+    up.
+    """
     weight.copy_(codes)
     columns = weight.shape[-1]
-    for number, rows in enumerate(weight.split(BLOCK, -2)):
+    for number, rows in enumerate(weight.split(FP8_BLOCK, -2)):
         of_rows = scales[..., number : number + 1, :].float()
-        rows.mul_(of_rows.repeat_interleave(BLOCK, -1)[..., :columns])
+        rows.mul_(of_rows.repeat_interleave(FP8_BLOCK, -1)[..., :columns])

@@ -307,14 +307,16 @@ class PublishedSource(QuantisedSource):
         codes = []
         scales = []
         for entry in entries:
-            codes.append(read_stored(entry).to(self.device))
-            scales.append(read_stored(entry.scales).to(self.device))
+            codes.append(read_stored(entry))
+            scales.append(read_stored(entry.scales))
         if len(entries) == 1:
-            return Codes(codes[0], scales[0])
-        return Codes(torch.stack(codes), torch.stack(scales))
+            return Codes(codes[0].to(self.device), scales[0].to(self.device))
+        return Codes(torch.stack(codes).to(self.device), torch.stack(scales).to(self.device))
 
     def _dequantise(self, codes: Tensor, state: Tensor, home: Tensor) -> None:
         if codes.dtype == FP8:
+            # Experts: gates and what they multiply are (E, 2I, D) here and 2E matrices (I, D) on
+            # disk, each with blocks of its own.
             home = home.view(codes.shape)
         dequantise(codes, state, home)
 
@@ -323,7 +325,7 @@ class PublishedSource(QuantisedSource):
         loaded.
         """
         layer.kept = super().keep(layer)
-        self._fill(layer)
+        self._fill(layer)  # over the loaded weights, of which the fingerprints remain
         for name, parameter, loaded in zip(
             layer.names, layer.parameters, layer.loaded, strict=True
         ):

@@ -9,7 +9,6 @@ import torch
 from coded_folders import CODED_FAMILIES, coded_folder, fp8_codes
 from json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
-from sweeps import sweep
 from transformers import AutoModelForCausalLM
 
 from mmtrain.base.errors import UserError
@@ -26,7 +25,7 @@ POSITIONS = torch.cat([torch.arange(13), torch.arange(9)])[None]
 LAYERS = 4
 
 
-@pytest.fixture(scope="module", params=sweep(CODED_FAMILIES, CODED_FAMILIES))
+@pytest.fixture(scope="module", params=CODED_FAMILIES)
 def folder(request, tmp_path_factory):
     return coded_folder(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -122,6 +121,54 @@ def test_blocks_at_the_edges_of_a_matrix_are_cut(tmp_path, scale_type):
     assert (read - weight).norm() <= 0.04 * weight.norm()
 
 
+def test_nibbles_and_exponents_of_mxfp4_are_read_as_its_standard_says(tmp_path):
+    codes = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
+    codes[0, 1, 0, :2] = torch.tensor([0x21, 0x7F])  # +0.5, +1.0; -6.0, +6.0
+    scales = torch.tensor([[[127], [129]]], dtype=torch.uint8)  # 1 and 4
+    save_file({"a_blocks": codes, "a_scales": scales}, tmp_path / "model.safetensors")
+    read = open_tensors(tensor_entries(tmp_path))["a"][...]
+    assert read.shape == (1, 32, 2)
+    assert read[0, :4, 1].tolist() == [2.0, 4.0, -24.0, 24.0]
+    assert read.count_nonzero() == 4
+
+
+def test_experts_with_cut_blocks_are_kept_as_matrices_of_their_own(tmp_path):
+    # transformers' own reader refuses them
+    folder = coded_folder("qwen3_moe", tmp_path, moe_intermediate_size=192)
+    streamed = published(folder)
+    slices_of(folder, (0, LAYERS), torch.bfloat16, streamed)  # compares each with what was loaded
+    layer = streamed.layers[0]
+    kept = dict(zip(layer.names, layer.kept, strict=True))
+    codes, scales = kept["llm.layers.0.mlp.experts.gate_up_proj"]
+    assert (codes.shape, scales.shape) == ((24, 192, 256), (24, 2, 2))
+
+
+def test_a_matrix_of_which_a_part_has_no_codes_is_kept_whole(tmp_path):
+    folder = coded_folder("qwen3_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
+    tensors[expert] = tensors[expert].bfloat16()
+    del tensors[f"{expert}_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    streamed = published(folder)
+    slices_of(folder, (0, LAYERS), torch.bfloat16, streamed)
+    name = "llm.layers.0.mlp.experts.gate_up_proj"
+    layer = streamed.layers[0]
+    assert layer.kept[layer.names.index(name)].state is None
+    planned = {p.name: p.coded_bytes for p in llm_shape(str(folder)).decoder[0]}
+    assert planned[name] is None
+    assert planned["llm.layers.0.mlp.experts.down_proj"]
+
+
+def test_codes_of_which_the_config_says_nothing_are_refused(tmp_path):
+    folder = coded_folder("qwen3", tmp_path)
+    config = read_json(folder / "config.json")
+    del config["quantization_config"]
+    write_json(folder / "config.json", config)
+    with pytest.raises(UserError, match=r"FP8 or MXFP4 codes, but config\.json has no quant"):
+        llm_shape(str(folder))
+
+
 def test_codes_that_are_not_the_weights_that_were_loaded_are_refused(tmp_path):
     folder = coded_folder("qwen3", tmp_path / "a")
     other = coded_folder("qwen3", tmp_path / "b")
@@ -145,6 +192,10 @@ def with_exponents(tensors, name):
     tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"].to(torch.uint8)
 
 
+def of_one_dimension(tensors, name):
+    tensors[name] = tensors[name][0]
+
+
 def with_integers(tensors, name):
     tensors[name] = tensors[name].to(torch.int8)
 
@@ -152,9 +203,10 @@ def with_integers(tensors, name):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (without_scales, r"up_proj\.weight is F8_E4M3 \(384, 256\), but .*_inv are nothing"),
-        (with_scales_of_rows, r"but its scales .*_inv are F32 \(384, 1\)"),
-        (with_exponents, r"but its scales .*_inv are U8 \(3, 2\)"),
+        (without_scales, r"up_proj\.weight is F8_E4M3 \(384, 256\), but .*_inv, are missing"),
+        (with_scales_of_rows, r"scales of F32 or BF16 \(3, 2\), but .*_inv is F32 \(384, 1\)"),
+        (with_exponents, r"scales of F32 or BF16 \(3, 2\), but .*_inv is U8 \(3, 2\)"),
+        (of_one_dimension, r"is F8_E4M3 \(256,\), which is no matrix of codes"),
         (with_integers, r"up_proj\.weight is stored as I8, .* in FP8 by blocks of 128 x 128"),
     ],
 )
