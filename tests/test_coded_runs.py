@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from coded_folders import write_codes
 from json_files import read_json
 from rank_runs import train
 from safetensors.torch import load_file
+from transformers.quantizers import quantizer_finegrained_fp8
 from untrained_runs import compared, export, make_checkpoint, weights
 from whole_models import save_whole
 
@@ -113,12 +115,27 @@ def test_published_needs_codes(tiny):
         make_plan(config)
 
 
-@pytest.mark.parametrize("layout", ["two", "dequantised"])
+class TorchWithGpu:
+    """torch, to a reader of codes that asks for a GPU: one that multiplies FP8."""
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("two", torch.float32), ("dequantised", torch.bfloat16)],
+    ids=["two-float32", "dequantised-bfloat16"],
+)
 def test_codes_are_exported_byte_for_byte_and_merged_weights_in_the_exports_type(
-    coded, runs, tmp_path, layout
+    coded, runs, tmp_path, layout, dtype, monkeypatch
 ):
+    monkeypatch.setattr(quantizer_finegrained_fp8, "torch", TorchWithGpu())
     out = tmp_path / "out"
-    options = ["--format", "hf", "--dtype", "float32", "--verify", "4", "--out", str(out)]
+    name = str(dtype).removeprefix("torch.")
+    options = ["--format", "hf", "--dtype", name, "--verify", "4", "--out", str(out)]
     assert main(["export", str(runs[layout].folder), *options]) == 0
     assert "quantised" not in (out / "README.md").read_text()
     published = load_file(coded / "model.safetensors")
@@ -135,7 +152,7 @@ def test_codes_are_exported_byte_for_byte_and_merged_weights_in_the_exports_type
         elif name.endswith("_scale_inv"):
             assert name not in exported
         else:
-            assert exported[name].dtype == torch.float32
+            assert exported[name].dtype == dtype
     settings = read_json(out / "config.json")["quantization_config"]
     assert settings["weight_block_size"] == [128, 128]
     assert any(module.endswith("q_proj") for module in settings["modules_to_not_convert"])

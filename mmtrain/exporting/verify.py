@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
+from transformers.quantizers import AutoQuantizationConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -40,6 +41,7 @@ from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.facts.families import canonical_name, parts_on_disk
+from mmtrain.facts.model_files import model_config
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.stage import Stage, build_stage
@@ -85,7 +87,7 @@ def compare_logits(
         merged = stage.vision
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
-    names = (name.replace(stock.decoder_names, "model.", 1) for name in exported.exact)
+    names = [name.replace(stock.decoder_names, "model.", 1) for name in exported.exact]
     parts = parts_on_disk(checkpoint.models.published_llm.model_type, names)
     exact = set(map(canonical_name, parts))
     expected = _own_logits(stage, batches, dtype, exact)
@@ -123,6 +125,11 @@ def compare_logits(
 
 
 def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
+    options = {}
+    if settings := model_config(folder).get("quantization_config"):
+        # else transformers would multiply by codes where it finds a GPU
+        whole = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
+        options["quantization_config"] = whole
     with quiet():
         model, report = stock.model_class.from_pretrained(
             folder,
@@ -130,11 +137,13 @@ def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
             attn_implementation=None,
             local_files_only=True,
             output_loading_info=True,
+            **options,
         )
     faults = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
     if faults:
         raise UserError(f"{stock.class_name} loads the exported folder with warnings: {faults}")
-    return model.eval()
+    # beside FP8, transformers leaves weights in their files' type
+    return model.float().eval()
 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
