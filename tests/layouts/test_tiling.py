@@ -37,7 +37,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mmtrain.config.model import LlmSection
 from mmtrain.config.schema import DataSection
-from mmtrain.facts.quantised import CODED, Quantisation
+from mmtrain.facts.quantised import QUANTISATIONS, Quantisation
 from mmtrain.layouts.anyres import Anyres, AnyresMax9
 from mmtrain.layouts.layout import UnfitImage
 from mmtrain.layouts.registry import LAYOUTS, TEXT_ALONE, LayoutName
@@ -371,4 +371,4 @@ def test_keys_take_the_names_of_their_tables():
     assert get_args(LayoutName) == tuple(LAYOUTS)
     assert get_args(DataSection.model_fields["images"].annotation) == tuple(TEXT_ALONE)
     quantize, _ = get_args(LlmSection.model_fields["quantize"].annotation)
-    assert get_args(quantize) == get_args(Quantisation) == tuple(CODED)
+    assert get_args(quantize) == get_args(Quantisation) == tuple(QUANTISATIONS)
