@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from coded_folders import write_codes
-from json_files import read_json
+from json_files import read_json, write_json
 from rank_runs import train
 from safetensors.torch import load_file
 from transformers.quantizers import quantizer_finegrained_fp8
@@ -156,6 +156,54 @@ def test_codes_are_exported_byte_for_byte_and_merged_weights_in_the_exports_type
     settings = read_json(out / "config.json")["quantization_config"]
     assert settings["weight_block_size"] == [128, 128]
     assert any(module.endswith("q_proj") for module in settings["modules_to_not_convert"])
+
+
+def with_llm(tiny, folder, name):
+    """A step folder of an untrained run beside this LLM."""
+    config = load_config(tiny / "config.yaml", [f"model.llm.path={folder}"])
+    return make_checkpoint(folder.parent / name, config)
+
+
+def test_a_mixture_of_experts_leaves_with_its_codes_and_a_tied_head_without(
+    make_tiny, tiny, tmp_path
+):
+    folder = make_tiny.make_tiny_llm(tmp_path / "llm", "qwen3_moe", layers=3, tied=True)
+    write_codes(folder)
+    checkpoint = with_llm(tiny, folder, "run")
+    exported = export(checkpoint, tmp_path / "out", torch.bfloat16)
+    assert compared(checkpoint, exported, torch.bfloat16, 2).passed
+    experts = [name for name in weights(tmp_path / "out") if ".experts." in name]
+    assert any(name.endswith("weight_scale_inv") for name in experts)
+    settings = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    assert "lm_head" in settings["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize("method", [None, "mxfp4"])
+def test_codes_that_transformers_would_not_read_leave_as_weights(coded, tiny, tmp_path, method):
+    encoder, llm = tmp_path / "vision", tmp_path / "llm"
+    shutil.copytree(tiny / "vision", encoder)
+    write_codes(encoder)
+    overrides = [f"model.vision.name={encoder}"]
+    if method is not None:
+        shutil.copytree(coded, llm)
+        content = read_json(llm / "config.json")
+        content["quantization_config"] = {"quant_method": method}
+        write_json(llm / "config.json", content)
+        overrides.append(f"model.llm.path={llm}")
+    checkpoint = make_checkpoint(tmp_path / "run", load_config(tiny / "config.yaml", overrides))
+    exported = export(checkpoint, tmp_path / "out")
+    assert compared(checkpoint, exported, torch.float32, 2).passed
+    assert all(tensor.dtype.itemsize > 1 for tensor in weights(tmp_path / "out").values())
+    assert "quantization_config" not in read_json(tmp_path / "out" / "config.json")
+
+
+def test_blocks_that_transformers_would_cut_otherwise_are_not_compared(make_tiny, tiny, tmp_path):
+    folder = make_tiny.make_tiny_llm(tmp_path / "llm", intermediate_size=192, layers=2)
+    write_codes(folder)
+    checkpoint = with_llm(tiny, folder, "run")
+    exported = export(checkpoint, tmp_path / "out")
+    with pytest.raises(UserError, match=r"_proj\.weight \(.*192.*\) is no multiple of 128"):
+        compared(checkpoint, exported, torch.float32, 2)
 
 
 @pytest.mark.slow

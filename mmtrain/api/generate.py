@@ -143,6 +143,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     from mmtrain.data.samples.templates import load_tokenizer
     from mmtrain.model.llm.language import causal_config
+    from mmtrain.model.weights.published import dequantising
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -167,6 +168,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             use_safetensors=True,
             output_loading_info=True,
             dtype="auto",
+            **dequantising(folder),
         )
     faults = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
     if faults:

@@ -21,7 +21,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,10 @@ def export_hf(
     if is_whole:
         refuse_loading_faults(stock, content, tensors)
     _untie(folder, tensors)
+    settings = llm_config(models.llm_folder).get("quantization_config", {})
+    tensors = _with_codes_of(settings.get("quant_method"), tensors)
     coded = {name for name, source in tensors.items() if source.codes}
-    _declare_codes(folder, tensors, coded, models)
+    _declare_codes(folder, tensors, coded, settings)
 
     kept = kept_in_float32(stock, content, tensors, dtype) | coded
     write_shards(folder, cast_to(dtype, tensors, kept), shard_bytes, progress)
@@ -144,22 +146,39 @@ def _untie(folder: Path, tensors: Sources) -> None:
         write_json(folder / "config.json", content)
 
 
+def _with_codes_of(method: str | None, tensors: Sources) -> Sources:
+    """Leave codes to the tensors of which transformers reads them by this method; others are
+    written as weights.
+    """
+    result = {}
+    for name, source in tensors.items():
+        is_read = False
+        if method == "mxfp4":
+            is_read = "_scales" in source.codes
+        elif method == "fp8":
+            is_matrix = len(source.shape) == 2 and not name.endswith("embed_tokens.weight")
+            is_read = is_matrix and "_scale_inv" in source.codes
+        if not is_read:
+            source = replace(source, codes={})
+        result[name] = source
+    return result
+
+
 def _declare_codes(
     folder: Path,
     tensors: Sources,
     coded: set[str],
-    models: Models,
+    settings: Settings,
 ) -> None:
-    """Write the LLM's quantization_config, with the modules that have no codes in this folder."""
-    published = llm_config(models.llm_folder).get("quantization_config")
-    if not published:
+    """Write `settings` as quantization_config, with the modules that have no codes here."""
+    if not coded:
         return
-    content = model_config(folder)
-    content.pop("quantization_config", None)
-    if coded:
-        without = {"modules_to_not_convert": _modules_without(coded, tensors)}
-        content["quantization_config"] = published | without
-    write_json(folder / "config.json", content)
+    settings = {**settings, "modules_to_not_convert": _modules_without(coded, tensors)}
+    settings.pop("ignored_layers", None)  # the same, for other readers
+    write_json(
+        folder / "config.json",
+        {**model_config(folder), "quantization_config": settings},
+    )
 
 
 def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
@@ -175,6 +194,9 @@ def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
         outermost = next(itertools.filterfalse(with_codes.__contains__, modules(name)), None)
         if outermost is not None and len(source.shape) > 1:
             without[outermost] = None
+    # tied to the embedding, the head has no tensor
+    if not any(name.endswith("lm_head.weight") for name in coded):
+        without["lm_head"] = None
     return list(without)
 
 

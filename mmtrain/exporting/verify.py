@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
-from transformers.quantizers import AutoQuantizationConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -41,11 +40,11 @@ from mmtrain.demo.data import make_demo_data
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.facts.families import canonical_name, parts_on_disk
-from mmtrain.facts.model_files import model_config
 from mmtrain.facts.shapes import llm_shape
 from mmtrain.model.llm.language import quiet
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.model.trained.lora import merge_adapters
+from mmtrain.model.weights.published import dequantising
 from mmtrain.plan.plan import StagePlan
 from mmtrain.stock.stock_class import ExportedClass
 
@@ -125,11 +124,6 @@ def compare_logits(
 
 
 def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
-    options = {}
-    if settings := model_config(folder).get("quantization_config"):
-        # else transformers would multiply by codes where it finds a GPU
-        whole = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
-        options["quantization_config"] = whole
     with quiet():
         model, report = stock.model_class.from_pretrained(
             folder,
@@ -137,7 +131,7 @@ def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
             attn_implementation=None,
             local_files_only=True,
             output_loading_info=True,
-            **options,
+            **dequantising(folder),
         )
     faults = {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}
     if faults:

@@ -179,15 +179,15 @@ def stored_weights(folder: Path) -> dict[str, Weight] | None:
                 f"{folder}: {len(missing)} of {len(files)} weight files named in "
                 f"{index.name} are missing, e.g. {missing[0]}. Finish the download"
             )
-        stored: dict[str, Stored] = {}
+        headers = {}
         for file in files:
-            stored |= _read_header(file)
-        named = {}
+            headers[file.name] = _read_header(file)
+        stored = {}
         for name, file_name in weight_map.items():
-            if name not in stored:
+            if name not in headers[file_name]:
                 raise UserError(f"{folder}: {index.name} names {name}, which is not in {file_name}")
-            named[name] = stored[name]
-        return weights_of(named, folder)
+            stored[name] = headers[file_name][name]
+        return weights_of(stored, folder)
 
     single = folder / "model.safetensors"
     refuse_lost_link(single)

@@ -57,12 +57,14 @@ def refuse_other_codes(config_json: Settings, source: str) -> None:
             continue
         method = settings.get("quant_method")
         blocks = settings.get("weight_block_size")
-        is_read = method == "mxfp4" or (method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK])
-        if is_read and key == "quantization_config":
-            continue
+        activations = settings.get("activation_scheme", "dynamic")
+        is_read = method == "mxfp4"
         said = str(method or "unknown")
         if method == "fp8":
-            said += f" by blocks of {blocks}"
+            is_read = blocks == [FP8_BLOCK, FP8_BLOCK] and activations == "dynamic"
+            said += f" by blocks of {blocks}, activations {activations}"
+        if is_read and key == "quantization_config":
+            continue
         raise UserError(f"{source}: its weights are quantised ({escape(said)}). {WHAT_IS_READ}")
 
 

@@ -1,10 +1,15 @@
 """Weights made of published codes and scales; facts/published.py has their forms."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.quantizers import AutoQuantizationConfig
 
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import escape
+from mmtrain.facts.model_files import model_config, stored_weights
 from mmtrain.facts.published import FP8_BLOCK, shape_of_blocks
 
 # of MXFP4's codes, e2m1: a sign, two bits of exponent, one of mantissa
@@ -64,3 +69,25 @@ def _dequantise_fp8(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
     for number, rows in enumerate(weight.split(FP8_BLOCK, -2)):
         of_rows = scales[..., number : number + 1, :].float()
         rows.mul_(of_rows.repeat_interleave(FP8_BLOCK, -1)[..., :columns])
+
+
+def dequantising(folder: Path) -> dict[str, Any]:
+    """Return the options by which `from_pretrained` dequantises what is coded in `folder`.
+
+    Without them transformers multiplies by codes where it sees a GPU. Raises UserError for FP8 that
+    it would read wrongly: it takes the blocks of a matrix for equally large.
+    """
+    settings = model_config(folder).get("quantization_config", {})
+    method = settings.get("quant_method")
+    if method not in ("fp8", "mxfp4"):
+        return {}
+    for name, weight in (stored_weights(folder) or {}).items():
+        is_cut = any(size > FP8_BLOCK and size % FP8_BLOCK for size in weight.shape[-2:])
+        if is_cut and weight.scales is not None and method == "fp8":
+            raise UserError(
+                f"{folder}: transformers dequantises FP8 by equal blocks, but {escape(name)} "
+                f"{weight.shape} is no multiple of 128. Leave out --verify; this folder can be "
+                "used where FP8 is multiplied"
+            )
+    whole = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
+    return {"quantization_config": whole}

@@ -223,8 +223,9 @@ def test_other_codes_are_refused_by_the_tensors_name(tmp_path, fault, message):
     ("change", "message"),
     [
         ({"quant_method": "awq"}, r"qwen3: its weights are quantised \(awq\)"),
-        ({"weight_block_size": None}, r"quantised \(fp8 by blocks of None\)"),
-        ({"weight_block_size": [1, 128]}, r"quantised \(fp8 by blocks of \[1, 128\]\)"),
+        ({"weight_block_size": None}, r"quantised \(fp8 by blocks of None, "),
+        ({"weight_block_size": [1, 128]}, r"quantised \(fp8 by blocks of \[1, 128\], "),
+        ({"activation_scheme": "static"}, r"\[128, 128\], activations static\)"),
     ],
 )
 def test_other_methods_are_refused_by_name(tmp_path, change, message):
