@@ -15,6 +15,8 @@ from coded_folders import write_codes
 from json_files import read_json, write_json
 from rank_runs import train
 from safetensors.torch import load_file
+from stock_encoders import HF_SIZES
+from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 from transformers.quantizers import quantizer_finegrained_fp8
 from untrained_runs import compared, export, make_checkpoint, weights
 from whole_models import save_whole
@@ -181,7 +183,8 @@ def test_a_mixture_of_experts_leaves_with_its_codes_and_a_tied_head_without(
 @pytest.mark.parametrize("method", [None, "mxfp4"])
 def test_codes_that_transformers_would_not_read_leave_as_weights(coded, tiny, tmp_path, method):
     encoder, llm = tmp_path / "vision", tmp_path / "llm"
-    shutil.copytree(tiny / "vision", encoder)
+    SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)).save_pretrained(encoder)
+    SiglipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(encoder)
     write_codes(encoder)
     overrides = [f"model.vision.name={encoder}"]
     if method is not None:

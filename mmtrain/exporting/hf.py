@@ -195,7 +195,7 @@ def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:
         if outermost is not None and len(source.shape) > 1:
             without[outermost] = None
     # tied to the embedding, the head has no tensor
-    if not any(name.endswith("lm_head.weight") for name in coded):
+    if not {"lm_head", "language_model.lm_head"} & with_codes:
         without["lm_head"] = None
     return list(without)
 

@@ -82,12 +82,14 @@ def dequantising(folder: Path) -> dict[str, Any]:
     if method not in ("fp8", "mxfp4"):
         return {}
     for name, weight in (stored_weights(folder) or {}).items():
-        is_cut = any(size > FP8_BLOCK and size % FP8_BLOCK for size in weight.shape[-2:])
-        if is_cut and weight.scales is not None and method == "fp8":
-            raise UserError(
-                f"{folder}: transformers dequantises FP8 by equal blocks, but {escape(name)} "
-                f"{weight.shape} is no multiple of 128. Leave out --verify; this folder can be "
-                "used where FP8 is multiplied"
-            )
+        if method != "fp8" or weight.scales is None:
+            continue
+        for size in weight.shape[-2:]:
+            if size > FP8_BLOCK and size % FP8_BLOCK:
+                raise UserError(
+                    f"{folder}: transformers dequantises FP8 by equal blocks, but {escape(name)} "
+                    f"{weight.shape} is no multiple of 128. Leave out --verify; this folder can "
+                    "be used where FP8 is multiplied"
+                )
     whole = AutoQuantizationConfig.from_dict({**settings, "dequantize": True})
     return {"quantization_config": whole}
