@@ -23,6 +23,7 @@ from whole_models import save_whole
 
 import mmtrain
 from mmtrain.__main__ import main
+from mmtrain.api.generate import load
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.facts.models import models_of
@@ -167,7 +168,7 @@ def with_llm(tiny, folder, name):
 
 
 def test_a_mixture_of_experts_leaves_with_its_codes_and_a_tied_head_without(
-    make_tiny, tiny, tmp_path
+    make_tiny, tiny, tmp_path, monkeypatch
 ):
     folder = make_tiny.make_tiny_llm(tmp_path / "llm", "qwen3_moe", layers=3, tied=True)
     write_codes(folder)
@@ -178,6 +179,9 @@ def test_a_mixture_of_experts_leaves_with_its_codes_and_a_tied_head_without(
     assert any(name.endswith("weight_scale_inv") for name in experts)
     settings = read_json(tmp_path / "out" / "config.json")["quantization_config"]
     assert "lm_head" in settings["modules_to_not_convert"]
+    monkeypatch.setattr(quantizer_finegrained_fp8, "torch", TorchWithGpu())
+    model, _ = load(tmp_path / "out")
+    assert not any("FP8" in type(module).__name__ for module in model.modules())
 
 
 @pytest.mark.parametrize("method", [None, "mxfp4"])

@@ -160,6 +160,15 @@ def test_a_matrix_of_which_a_part_has_no_codes_is_kept_whole(tmp_path):
     assert planned["llm.layers.0.mlp.experts.down_proj"]
 
 
+def test_an_index_that_names_another_file_is_refused(tmp_path):
+    for letter in "ab":
+        save_file({letter: torch.ones(2)}, tmp_path / f"{letter}.safetensors")
+    files = {"a": "a.safetensors", "b": "a.safetensors", "c": "b.safetensors"}
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": files})
+    with pytest.raises(UserError, match=r"index\.json names b, which is not in a\.safetensors"):
+        tensor_entries(tmp_path)
+
+
 def test_codes_of_which_the_config_says_nothing_are_refused(tmp_path):
     folder = coded_folder("qwen3", tmp_path)
     config = read_json(folder / "config.json")
