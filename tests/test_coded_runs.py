@@ -234,3 +234,9 @@ def test_a_whole_model_with_codes_is_written_back_byte_for_byte(make_tiny, tiny,
             changed.add(name)
     assert before.keys() == after.keys() and changed
     assert all("merger" in name for name in changed)
+
+    content = read_json(folder / "config.json")
+    content["quantization_config"] = {"quant_method": "mxfp4"}  # which its codes are not
+    write_json(folder / "config.json", content)
+    export(make_checkpoint(tmp_path / "other", config), tmp_path / "weights")
+    assert "quantization_config" not in read_json(tmp_path / "weights" / "config.json")

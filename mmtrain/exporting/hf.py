@@ -147,8 +147,8 @@ def _untie(folder: Path, tensors: Sources) -> None:
 
 
 def _with_codes_of(method: str | None, tensors: Sources) -> Sources:
-    """Leave codes to the tensors of which transformers reads them by this method; others are
-    written as weights.
+    """Return the tensors, with codes only where transformers reads codes of this method; the others
+    are written as weights.
     """
     result = {}
     for name, source in tensors.items():
@@ -171,14 +171,14 @@ def _declare_codes(
     settings: Settings,
 ) -> None:
     """Write `settings` as quantization_config, with the modules that have no codes here."""
-    if not coded:
-        return
-    settings = {**settings, "modules_to_not_convert": _modules_without(coded, tensors)}
-    settings.pop("ignored_layers", None)  # the same, for other readers
-    write_json(
-        folder / "config.json",
-        {**model_config(folder), "quantization_config": settings},
-    )
+    content = model_config(folder)
+    copied = content.pop("quantization_config", None)
+    if coded:
+        settings = {**settings, "modules_to_not_convert": _modules_without(coded, tensors)}
+        settings.pop("ignored_layers", None)  # the same, for other readers
+        content["quantization_config"] = settings
+    if coded or copied:
+        write_json(folder / "config.json", content)
 
 
 def _modules_without(coded: Collection[str], tensors: Sources) -> list[str]:

@@ -325,7 +325,8 @@ class PublishedSource(QuantisedSource):
         loaded.
         """
         layer.kept = super().keep(layer)
-        self._fill(layer)  # over the loaded weights, of which the fingerprints remain
+        # This overwrites the weights that were loaded; `layer.loaded` has their fingerprints.
+        self._fill(layer)
         for name, parameter, loaded in zip(
             layer.names, layer.parameters, layer.loaded, strict=True
         ):
